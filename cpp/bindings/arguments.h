@@ -1,0 +1,26 @@
+// Argument checks shared by the ops. Each one throws TypeError or ValueError that names the argument, before any launch.
+#pragma once
+
+#include <string>
+
+#include "dlpack_tensor.h"
+#include "octofuse/gemm.h"
+
+namespace octofuse {
+
+void expect_dtype(const TensorView& tensor, std::initializer_list<DType> allowed);
+void expect_same_device(const TensorView& tensor, const TensorView& reference);
+// cpu or cuda; anything else (and cuda in a CPU-only build) is refused.
+void expect_known_device(const TensorView& tensor);
+
+DType parse_dtype(const std::string& name, const char* argument, std::initializer_list<DType> allowed);
+Activation parse_activation(py::handle name);
+
+// A Python number, or an fp32 tensor with one element or, if `count` > 0, `count` of them ([count] or [count, 1]).
+ScaleView parse_scale(py::handle object, const char* name, int64_t count, const TensorView& reference);
+
+// The caller's `out`, checked against the wanted shape and dtype and against overlap with `inputs`.
+TensorView parse_out(py::handle object, const std::vector<int64_t>& shape, DType dtype, const TensorView& reference,
+                     std::initializer_list<const TensorView*> inputs);
+
+}  // namespace octofuse

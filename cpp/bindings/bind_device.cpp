@@ -1,0 +1,52 @@
+// What this build and this machine can do.
+#include <pybind11/stl.h>
+
+#include "module.h"
+#include "octofuse/device.h"
+
+namespace octofuse {
+namespace {
+
+namespace py = pybind11;
+
+// Versions and paths of what was built against and what is loaded; creates no CUDA context.
+py::dict build_info() {
+  py::dict info;
+  info["architectures"] = built_architectures();
+  info["cuda"] = *built_architectures() != '\0';
+  info["cuda_version"] = toolkit_version();
+  info["cutlass_version"] = cutlass_version();
+  return info;
+}
+
+py::dict cublaslt_info() {
+  const CublasLtStatus status = cublaslt_status();
+  py::dict info;
+  info["loaded"] = status.loaded;
+  info["why_not"] = status.why_not;
+  info["path"] = status.path;
+  info["version"] = status.version;
+  return info;
+}
+
+py::dict device_info(int device) {
+  const Capability& capability = device_capability(device);
+  py::dict info;
+  info["compute_capability"] = capability.compute_capability;
+  info["sm_count"] = capability.sm_count;
+  info["kernels_sm90a"] = capability.kernels_sm90a;
+  info["kernels_mma"] = capability.kernels_mma;
+  info["kernels_naive"] = capability.kernels_naive;
+  info["cublaslt"] = capability.cublaslt;
+  return info;
+}
+
+}  // namespace
+
+void bind_device(py::module_& module) {
+  module.def("build_info", &build_info);
+  module.def("cublaslt_info", &cublaslt_info);
+  module.def("device_info", &device_info, py::arg("device"));
+}
+
+}  // namespace octofuse

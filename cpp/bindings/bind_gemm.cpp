@@ -1,0 +1,222 @@
+// The linear ops: every check, then select, then one launch. CPU tensors are checked here too and computed in Python.
+#include <pybind11/stl.h>
+
+#include <cmath>
+#include <optional>
+
+#include "arguments.h"
+#include "module.h"
+#include "octofuse/error.h"
+#include "octofuse/gemm.h"
+
+namespace octofuse {
+namespace {
+
+// Everything a linear op was given, checked. The views keep the shape memory that `args` points into alive.
+struct LinearCall {
+  TensorView x, w;
+  std::optional<TensorView> bias, residual;
+  GemmArgs args;
+  bool raw = false;
+  std::vector<int64_t> out_shape;
+};
+
+void check_operands(const TensorView& x, const TensorView& w) {
+  expect_dtype(x, {DType::kInt8});
+  expect_dtype(w, {DType::kInt8});
+  expect_known_device(x);
+  expect_same_device(w, x);
+  if (x.ndim() < 1) refuse<ValueError>("x", "at least one dimension, [..., K]", "shape " + x.shape_text());
+  if (w.ndim() != 2) refuse<ValueError>("w", "two dimensions, [N, K]", "shape " + w.shape_text());
+  const int64_t k = x.size(x.ndim() - 1);
+  if (w.size(1) != k) {
+    refuse<ValueError>("w", "shape [N, " + std::to_string(k) + "] (x has K = " + std::to_string(k) + ")",
+                       w.shape_text());
+  }
+  if (k < 1) refuse<ValueError>("x", "K >= 1", "shape " + x.shape_text());
+  if (k > kMaxK) {
+    refuse<ValueError>("x", "K <= 131071, so that int32 cannot overflow", "K = " + std::to_string(k));
+  }
+  if (w.size(0) < 1) refuse<ValueError>("w", "N >= 1", "shape " + w.shape_text());
+  if (w.size(0) > kMaxExtent) refuse<ValueError>("w", "N < 2^31", "shape " + w.shape_text());
+  if (x.rows() > kMaxExtent) refuse<ValueError>("x", "fewer than 2^31 rows", "shape " + x.shape_text());
+}
+
+LinearCall checked_operands(py::handle x_object, py::handle w_object) {
+  LinearCall call{TensorView(x_object, "x"), TensorView(w_object, "w"), {}, {}, {}, false, {}};
+  check_operands(call.x, call.w);
+  GemmArgs& args = call.args;
+  args.m = call.x.rows();
+  args.k = call.x.size(call.x.ndim() - 1);
+  args.n = call.w.size(0);
+  args.x = call.x.data<const int8_t>();
+  args.ldx = call.x.row_stride();
+  args.w = call.w.data<const int8_t>();
+  args.ldw = call.w.row_stride();
+  call.out_shape.assign(call.x.dl.shape, call.x.dl.shape + call.x.ndim() - 1);
+  call.out_shape.push_back(args.n);
+  return call;
+}
+
+void parse_bias(LinearCall& call, py::handle object) {
+  if (object.is_none()) return;
+  call.bias.emplace(object, "bias");
+  const TensorView& bias = *call.bias;
+  expect_dtype(bias, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  expect_same_device(bias, call.x);
+  if (bias.ndim() != 1 || bias.size(0) != call.args.n) {
+    refuse<ValueError>("bias", "shape [" + std::to_string(call.args.n) + "]", bias.shape_text());
+  }
+  if (!bias.is_contiguous()) refuse<ValueError>("bias", "a contiguous tensor", "stride " + std::to_string(bias.stride(0)));
+  call.args.epilogue.bias = bias.data();
+  call.args.epilogue.bias_type = bias.dtype;
+}
+
+void parse_residual(LinearCall& call, py::handle object) {
+  if (object.is_none()) return;
+  call.residual.emplace(object, "residual");
+  const TensorView& residual = *call.residual;
+  expect_dtype(residual, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  expect_same_device(residual, call.x);
+  const bool same_shape = residual.ndim() == static_cast<int>(call.out_shape.size()) &&
+                          std::equal(call.out_shape.begin(), call.out_shape.end(), residual.dl.shape);
+  if (!same_shape) {
+    std::string shape;
+    for (const int64_t extent : call.out_shape) shape += (shape.empty() ? "[" : ", ") + std::to_string(extent);
+    refuse<ValueError>("residual", "the output's shape " + shape + "]", residual.shape_text());
+  }
+  call.args.epilogue.residual = residual.data();
+  call.args.epilogue.residual_type = residual.dtype;
+  call.args.epilogue.residual_ld = residual.row_stride();
+}
+
+GemmProblem problem_of(const LinearCall& call) {
+  const GemmArgs& args = call.args;
+  GemmProblem problem;
+  problem.m = args.m;
+  problem.n = args.n;
+  problem.k = args.k;
+  problem.out = args.out_type;
+  problem.raw = call.raw;
+  problem.ldo = args.ldo;
+  problem.out_aligned = reinterpret_cast<uintptr_t>(args.out) % 16 == 0;
+  const Activation activation = args.epilogue.activation;
+  problem.double_activation = args.out_type == DType::kFloat32 && activation != Activation::kNone &&
+                              activation != Activation::kRelu;
+  return problem;
+}
+
+// Finds or makes the output, selects and launches. CPU tensors stop after the checks: None tells Python to compute.
+py::object run(LinearCall& call, DType out_type, const std::string& engine, py::handle out_object) {
+  GemmArgs& args = call.args;
+  args.out_type = out_type;
+  args.ldo = args.n;
+  std::optional<TensorView> out;
+  if (!out_object.is_none()) {
+    out.emplace(parse_out(out_object, call.out_shape, out_type, call.x,
+                          {&call.x, &call.w, call.bias ? &*call.bias : nullptr}));
+    args.out = out->data();
+    args.ldo = out->row_stride();
+    if (call.residual && (call.residual->data() != args.out || args.epilogue.residual_ld != args.ldo ||
+                          call.residual->dtype != out_type)) {
+      parse_out(out_object, call.out_shape, out_type, call.x, {&*call.residual});
+    }
+  }
+  if (call.x.on_cpu()) return py::none();
+  TensorFactory factory(call.x.dl.device);
+  const Decision decision = select(problem_of(call), device_capability(call.x.device()), engine);
+  py::object result = out ? py::reinterpret_borrow<py::object>(out_object)
+                          : factory.make(call.out_shape, out_type, &args.out);
+  run_gemm(*decision.chosen, args, call.x.device(), factory.current_stream(),
+           [&factory](size_t bytes) { return factory.scratch(bytes); });
+  return result;
+}
+
+py::object linear(py::handle x, py::handle w, py::handle x_scale, py::handle w_scale, py::handle bias,
+                  py::handle activation, py::handle residual, const std::string& out_dtype, py::handle out_scale,
+                  const std::string& engine, py::handle out) {
+  LinearCall call = checked_operands(x, w);
+  EpilogueArgs& epilogue = call.args.epilogue;
+  epilogue.x_scale = parse_scale(x_scale, "x_scale", call.args.m, call.x);
+  epilogue.w_scale = parse_scale(w_scale, "w_scale", call.args.n, call.x);
+  parse_bias(call, bias);
+  epilogue.activation = parse_activation(activation);
+  parse_residual(call, residual);
+  if (!out_scale.is_none()) {
+    epilogue.out_scale = parse_scale(out_scale, "out_scale", -1, call.x);
+    return run(call, DType::kInt8, engine, out);
+  }
+  const DType out_type =
+      parse_dtype(out_dtype, "out_dtype", {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  return run(call, out_type, engine, out);
+}
+
+// int32 accumulators, or with `alpha` their requantisation clamp(rne(float(acc) * alpha), -128, 127).
+py::object matmul(py::handle x, py::handle w, py::handle alpha, const std::string& engine, py::handle out) {
+  LinearCall call = checked_operands(x, w);
+  call.raw = true;
+  if (alpha.is_none()) return run(call, DType::kInt32, engine, out);
+  if (PyFloat_Check(alpha.ptr()) == 0) {
+    refuse<TypeError>("alpha", "float", std::string(Py_TYPE(alpha.ptr())->tp_name));
+  }
+  const ScaleView factor = parse_scale(alpha, "alpha", -1, call.x);
+  call.args.epilogue.w_scale = factor;
+  call.args.epilogue.clamp_low = -128.0F;
+  return run(call, DType::kInt8, engine, out);
+}
+
+std::vector<std::pair<int, double>> tune(py::handle x, py::handle w, bool int8_output) {
+  LinearCall call = checked_operands(x, w);
+  if (call.x.on_cpu()) refuse<ValueError>("x", "a tensor on cuda", call.x.device_text());
+  call.raw = true;
+  call.args.out_type = int8_output ? DType::kInt8 : DType::kInt32;
+  call.args.epilogue.clamp_low = -128.0F;
+  call.args.ldo = call.args.n;
+  if (call.args.m < 1) refuse<ValueError>("x", "at least one row", "shape " + call.x.shape_text());
+  select(problem_of(call), device_capability(call.x.device()), "cublaslt");  // refuses with the reason
+  TensorFactory factory(call.x.dl.device);
+  const Allocator allocate = [&factory](size_t bytes) { return factory.scratch(bytes); };
+  call.args.out = allocate(static_cast<size_t>(call.args.m * call.args.n) * size_of(call.args.out_type));
+  return tune_cublaslt(call.args, call.x.device(), factory.current_stream(), allocate);
+}
+
+py::dict explain(int64_t m, int64_t n, int64_t k, const std::string& out_dtype, bool raw, bool double_activation,
+                 const std::string& engine, int compute_capability, int sm_count, bool cublaslt) {
+  GemmProblem problem;
+  problem.m = m;
+  problem.n = n;
+  problem.k = k;
+  problem.out = parse_dtype(out_dtype, "out_dtype", {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8, DType::kInt32});
+  problem.raw = raw;
+  problem.ldo = n;
+  problem.double_activation = double_activation;
+  Capability capability = capability_for(compute_capability, sm_count);
+  capability.cublaslt = cublaslt;
+  capability.cublaslt_why = "libcublasLt could not be loaded";
+  const Decision decision = select(problem, capability, engine);
+  py::dict result;
+  result["chosen"] = decision.chosen->name;
+  result["why"] = decision.why;
+  result["declined"] = decision.declined;
+  return result;
+}
+
+}  // namespace
+
+void bind_gemm(py::module_& module) {
+  module.def("linear", &linear, py::arg("x"), py::arg("w"), py::arg("x_scale"), py::arg("w_scale"), py::arg("bias"),
+             py::arg("activation"), py::arg("residual"), py::arg("out_dtype"), py::arg("out_scale"), py::arg("engine"),
+             py::arg("out"));
+  module.def("matmul", &matmul, py::arg("x"), py::arg("w"), py::arg("alpha"), py::arg("engine"), py::arg("out"));
+  module.def("select", &explain, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("raw"),
+             py::arg("double_activation"), py::arg("engine"), py::arg("compute_capability"), py::arg("sm_count"),
+             py::arg("cublaslt"));
+  module.def("candidates", [] {
+    std::vector<std::string> names;
+    for (const Candidate& candidate : candidates()) names.emplace_back(candidate.name);
+    return names;
+  });
+  module.def("tune_cublaslt", &tune, py::arg("x"), py::arg("w"), py::arg("int8_output"));
+}
+
+}  // namespace octofuse

@@ -1,0 +1,12 @@
+// One function per topic; module.cpp calls them all.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace octofuse {
+
+void bind_gemm(pybind11::module_& module);
+void bind_quantize(pybind11::module_& module);
+void bind_device(pybind11::module_& module);
+
+}  // namespace octofuse

@@ -1,0 +1,94 @@
+// int8 GEMM with the fused epilogue: problem -> select -> run.
+//
+//   acc[m,n] = sum_k x[m,k] * w[n,k]                        int32, exact
+//   t = float(acc) * w_scale[n] * x_scale[m] + bias[n]; t = act(t); t = t + residual[m,n]
+//   out = round(t)  or, for int8,  clamp(rne(t * (1 / out_scale)), clamp_low, 127)
+//
+// src/cutlass/EPILOGUES.md holds the formula's every rounding.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "octofuse/device.h"
+#include "octofuse/types.h"
+
+namespace octofuse {
+
+enum class Engine : int8_t { kCutlassSm90, kCutlassSm80, kCublasLt, kNaive };
+
+// What select() may look at: the shape and the kind of output, never a pointer or a value.
+struct GemmProblem {
+  int64_t m = 0, n = 0, k = 0;
+  DType out = DType::kFloat16;
+  bool raw = false;        // int32 accumulators, or one host factor to int8: what cuBLASLt can write itself
+  int64_t ldo = 0;         // leading dimension of the output in elements
+  bool out_aligned = true;         // output pointer is 16-byte aligned
+  bool double_activation = false;  // fp32 output through gelu, gelu_tanh or silu
+};
+
+// One kernel that could serve: an engine and, for CUTLASS, one of its tiles.
+struct Candidate {
+  Engine engine;
+  const char* name;  // "cutlass_sm90/128x128x128_pingpong_2x1"
+  int tile;          // index into the engine's own table
+  int tile_m, tile_n;
+};
+
+// Every candidate of this library, in a fixed order.
+const std::vector<Candidate>& candidates();
+
+struct Decision {
+  const Candidate* chosen = nullptr;
+  std::string why;                                             // one line
+  std::vector<std::pair<std::string, std::string>> declined;  // candidate name, reason
+};
+
+// A pure function of the problem, the capability and the wish. `engine` is "auto", an engine's name ("cutlass",
+// "cutlass_sm90", "cutlass_sm80", "cublaslt", "naive") or a candidate's whole name. Throws ValueError for an unknown
+// name and for a wish that cannot be served (with the reason).
+Decision select(const GemmProblem& problem, const Capability& capability, const std::string& engine);
+
+// Everything a kernel reads beside x and w. Plain data: it is passed to kernels by value.
+struct EpilogueArgs {
+  ScaleView x_scale;    // fp32, one or [M]
+  ScaleView w_scale;    // fp32, one or [N]
+  ScaleView out_scale;  // fp32, one; int8 output only
+  const void* bias = nullptr;  // [N], bias_type, stride 1
+  const void* residual = nullptr;  // [M, N], residual_type, row stride residual_ld
+  int64_t residual_ld = 0;
+  DType bias_type = DType::kFloat32;
+  DType residual_type = DType::kFloat32;
+  Activation activation = Activation::kNone;
+  float clamp_low = -127.0F;  // -128 for the raw requantisation of i8i8_matmul
+};
+
+struct GemmArgs {
+  int64_t m = 0, n = 0, k = 0;
+  const int8_t* x = nullptr;  // [M, K], row stride ldx
+  int64_t ldx = 0;
+  const int8_t* w = nullptr;  // [N, K], row stride ldw
+  int64_t ldw = 0;
+  void* out = nullptr;  // [M, N], row stride ldo
+  int64_t ldo = 0;
+  DType out_type = DType::kFloat16;
+  EpilogueArgs epilogue;
+};
+
+// Scratch memory on the current stream; freed by the caller after the launch.
+using Allocator = std::function<void*(size_t bytes)>;
+// cudaStream_t, kept opaque so that this header needs no CUDA.
+using Stream = void*;
+
+// Launches on `stream`; returns before the device is done. Throws RuntimeError if a launch fails.
+void run_gemm(const Candidate& candidate, const GemmArgs& args, int device, Stream stream, const Allocator& allocate);
+
+// Measures every algorithm that cuBLASLt's heuristic offers for this raw problem and keeps the fastest for later calls.
+// Synchronises the stream. Returns (algorithm index, median microseconds) pairs in the heuristic's order.
+std::vector<std::pair<int, double>> tune_cublaslt(const GemmArgs& args, int device, Stream stream,
+                                                  const Allocator& allocate);
+
+}  // namespace octofuse

@@ -1,0 +1,40 @@
+// Plain types shared by host code and kernels. No Python, no torch, no CUDA headers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace octofuse {
+
+enum class DType : int8_t { kInt8, kInt32, kFloat16, kBFloat16, kFloat32, kOther };
+
+constexpr size_t size_of(DType type) {
+  return type == DType::kInt8                                    ? 1
+         : type == DType::kFloat16 || type == DType::kBFloat16 ? 2
+                                                                 : 4;
+}
+
+constexpr const char* name_of(DType type) {
+  return type == DType::kInt8       ? "int8"
+         : type == DType::kInt32    ? "int32"
+         : type == DType::kFloat16  ? "float16"
+         : type == DType::kBFloat16 ? "bfloat16"
+         : type == DType::kFloat32  ? "float32"
+                                    : "other";
+}
+
+enum class Activation : int8_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+
+// |int8 * int8| <= 2^14, so K <= 2^17 - 1 products can never leave int32, whatever the values.
+constexpr int64_t kMaxK = 131071;
+// Kernels hold coordinates in 32 bits.
+constexpr int64_t kMaxExtent = 2147483647;
+
+// One fp32 factor per row or column: data[i * step], or `value` where there is no tensor.
+struct ScaleView {
+  const float* data = nullptr;
+  int64_t step = 0;  // 0: one scalar for all
+  float value = 1.0F;
+};
+
+}  // namespace octofuse

@@ -1,0 +1,31 @@
+// libcublasLt, loaded at run time: the module then imports anywhere, and uses the very library that torch has loaded.
+#pragma once
+
+#include <cublasLt.h>
+
+#include <string>
+
+namespace octofuse::cublaslt {
+
+struct Api {
+#define OCTOFUSE_CUBLASLT_FUNCTIONS(F)                                                                           \
+  F(cublasLtCreate) F(cublasLtGetVersion) F(cublasLtMatmul) F(cublasLtMatmulDescCreate)                          \
+  F(cublasLtMatmulDescDestroy) F(cublasLtMatmulDescSetAttribute) F(cublasLtMatrixLayoutCreate)                   \
+  F(cublasLtMatrixLayoutDestroy) F(cublasLtMatmulPreferenceCreate) F(cublasLtMatmulPreferenceDestroy)            \
+  F(cublasLtMatmulPreferenceSetAttribute) F(cublasLtMatmulAlgoGetHeuristic)
+#define OCTOFUSE_DECLARE(name) decltype(&::name) name = nullptr;
+  OCTOFUSE_CUBLASLT_FUNCTIONS(OCTOFUSE_DECLARE)
+#undef OCTOFUSE_DECLARE
+  std::string why_not;  // empty if loaded
+  std::string path;     // the file behind it
+
+  bool loaded() const { return why_not.empty(); }
+};
+
+// Loads on first use; never throws.
+const Api& api();
+
+// Throws RuntimeError naming the call for any other status than success.
+void check(cublasStatus_t status, const char* call);
+
+}  // namespace octofuse::cublaslt

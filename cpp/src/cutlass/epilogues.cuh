@@ -1,0 +1,252 @@
+// The one formula, on the device: every GPU engine ends here, so that all of them give the same bits.
+// EPILOGUES.md beside this file says what each step rounds and why.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "octofuse/gemm.h"
+
+namespace octofuse {
+
+__device__ inline float scale_at(const ScaleView& scale, int64_t index) {
+  return scale.data != nullptr ? __ldg(scale.data + index * scale.step) : scale.value;
+}
+
+// 1 / s rounded once to fp32 for every s, without a subroutine call (a call in a kernel serialises its wgmmas): a double
+// approximation good to 2^-50 cannot round to the wrong fp32 neighbour, since 1/s stays 2^-48 away from every midpoint.
+__device__ inline float reciprocal(float s) {
+  const double d = s;
+  double r;
+  asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(r) : "d"(d));
+  if (s == 0.0F || isinf(s)) return static_cast<float>(r);
+  for (int i = 0; i < 2; ++i) r = __fma_rn(r, __fma_rn(-d, r, 1.0), r);
+  return static_cast<float>(r);
+}
+
+// t / (1 + exp(z)) without cancellation and without a subroutine call. For z < 0 (most of t's weight is kept) it is
+// t - t * s with the small s = exp(z) / (1 + exp(z)), so that only s carries the approximations' error.
+__device__ inline float times_logistic(float t, float z) {
+  const float e = expf(fminf(z, 80.0F));
+  const float inverse = __fdividef(1.0F, __fadd_rn(1.0F, e));
+  if (z < 0.0F) {
+    const float small = __fmul_rn(e, inverse);
+    return small == 0.0F ? t : __fmaf_rn(-t, small, t);  // an infinite t stays one
+  }
+  // Far in the tail 1 + exp(z) is exp(z), which may leave fp32 while its inverse has not.
+  return __fmul_rn(t, z > 60.0F ? expf(-z) : inverse);
+}
+
+// Activations for fp16, bf16 and int8 outputs. The forms do not cancel: gelu goes through erfc, gelu_tanh and silu through
+// the logistic function, so the relative error stays near 1e-5 in the negative tail, where 1 + erf loses all digits.
+template <Activation kActivation>
+__device__ inline float activate(float t) {
+  if constexpr (kActivation == Activation::kRelu) {
+    return t < 0.0F ? 0.0F : t;  // keeps NaN
+  } else if constexpr (kActivation == Activation::kGelu) {
+    return __fmul_rn(__fmul_rn(0.5F, t), erfcf(__fmul_rn(t, -0.70710678118654752F)));
+  } else if constexpr (kActivation == Activation::kGeluTanh) {
+    return times_logistic(t, -__fmul_rn(t, __fmaf_rn(__fmul_rn(t, t), 0.0713548162726F, 1.5957691216057308F)));
+  } else {
+    return times_logistic(t, -t);
+  }
+}
+
+// Activations for fp32 outputs: evaluated in double and rounded once, since 1 ulp of fp32 is out of reach in fp32.
+// Out of line: it is long, and only kernels without wgmma call it.
+static __device__ __noinline__ float activate_accurate(float t, Activation activation) {
+  const double d = t;
+  switch (activation) {
+    case Activation::kGelu:
+      return static_cast<float>(0.5 * d * erfc(d * -0.70710678118654752440));
+    case Activation::kGeluTanh:
+      return static_cast<float>(d / (1.0 + exp(-d * (1.5957691216057308 + 0.07135481627260025 * d * d))));
+    default:
+      return static_cast<float>(d / (1.0 + exp(-d)));
+  }
+}
+
+template <Activation kActivation, int kSize>
+__device__ inline void activate_all(float (&t)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) t[i] = activate<kActivation>(t[i]);
+}
+
+template <class T>
+__device__ inline float to_float(T value) {
+  return static_cast<float>(value);
+}
+
+__device__ inline float load_as_float(const void* data, DType type, int64_t index) {
+  switch (type) {
+    case DType::kFloat16:
+      return to_float(static_cast<const __half*>(data)[index]);
+    case DType::kBFloat16:
+      return to_float(static_cast<const __nv_bfloat16*>(data)[index]);
+    default:
+      return static_cast<const float*>(data)[index];
+  }
+}
+
+// rne(t * r) clamped to [low, 127]; NaN becomes 0, as everywhere in this library.
+__device__ inline int8_t requantize(float t, float r, float low) {
+  const float q = rintf(__fmul_rn(t, r));
+  return q != q ? static_cast<int8_t>(0) : static_cast<int8_t>(fminf(fmaxf(q, low), 127.0F));
+}
+
+// Where the elements of a fragment lie, and the edges of the matrix.
+template <int kSize>
+struct Coordinates {
+  int m[kSize];
+  int n[kSize];
+  int m_end, n_end;
+  __device__ bool inside(int i) const { return m[i] < m_end && n[i] < n_end; }
+  // The nearest element inside: loads through it need no branch, and what they fetch past the edge is never stored.
+  __device__ int64_t row(int i) const { return min(m[i], m_end - 1); }
+  __device__ int64_t column(int i) const { return min(n[i], n_end - 1); }
+};
+
+// What the formula reads beside the accumulators, one value per element of a fragment.
+template <int kSize>
+struct Operands {
+  float w_scale[kSize];
+  float x_scale[kSize];
+  float bias[kSize];      // read only where args.bias is given
+  float residual[kSize];  // likewise
+};
+
+// residual[m, n] in fp32; the switch on its type stands outside the loop.
+template <class T, int kSize>
+__device__ inline void load_residual_as(const Coordinates<kSize>& at, const EpilogueArgs& args, float (&residual)[kSize]) {
+  const T* data = static_cast<const T*>(args.residual);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) residual[i] = to_float(data[at.row(i) * args.residual_ld + at.column(i)]);
+}
+
+template <int kSize>
+__device__ inline void load_residual(const Coordinates<kSize>& at, const EpilogueArgs& args, float (&residual)[kSize]) {
+  switch (args.residual_type) {
+    case DType::kFloat16:
+      return load_residual_as<__half>(at, args, residual);
+    case DType::kBFloat16:
+      return load_residual_as<__nv_bfloat16>(at, args, residual);
+    default:
+      return load_residual_as<float>(at, args, residual);
+  }
+}
+
+// All operands straight from global memory: for kernels whose epilogue is not their bottleneck.
+template <int kSize>
+__device__ inline void load_operands(const Coordinates<kSize>& at, const EpilogueArgs& args, Operands<kSize>& operands) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    operands.w_scale[i] = scale_at(args.w_scale, at.column(i));
+    operands.x_scale[i] = scale_at(args.x_scale, at.row(i));
+    if (args.bias != nullptr) operands.bias[i] = load_as_float(args.bias, args.bias_type, at.column(i));
+  }
+  if (args.residual != nullptr) load_residual(at, args, operands.residual);
+}
+
+// The whole formula over one fragment of accumulators, up to the last fp32 value before the final rounding. Run-time
+// switches stand outside the loops. kDoubleActivation: the kernel may call activate_accurate.
+template <bool kDoubleActivation, int kSize>
+__device__ inline void dequantize_activate_add(const int32_t (&acc)[kSize], const Operands<kSize>& operands,
+                                               const EpilogueArgs& args, float (&t)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    t[i] = __fmul_rn(__fmul_rn(__int2float_rn(acc[i]), operands.w_scale[i]), operands.x_scale[i]);
+  }
+  if (args.bias != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) t[i] = __fadd_rn(t[i], operands.bias[i]);
+  }
+  if (args.activation == Activation::kRelu) {
+    activate_all<Activation::kRelu>(t);
+  } else if (args.activation != Activation::kNone) {
+    if constexpr (kDoubleActivation) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) t[i] = activate_accurate(t[i], args.activation);
+    } else if (args.activation == Activation::kGelu) {
+      activate_all<Activation::kGelu>(t);
+    } else if (args.activation == Activation::kGeluTanh) {
+      activate_all<Activation::kGeluTanh>(t);
+    } else {
+      activate_all<Activation::kSilu>(t);
+    }
+  }
+  if (args.residual != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) t[i] = __fadd_rn(t[i], operands.residual[i]);
+  }
+}
+
+// The formula with its final rounding to `Out`: __half, __nv_bfloat16, float, int8_t (requantised) or int32_t (raw).
+template <class Out, bool kDoubleActivation = std::is_same_v<Out, float>, int kSize>
+__device__ inline void epilogue(const int32_t (&acc)[kSize], const Operands<kSize>& operands, const EpilogueArgs& args,
+                                Out (&out)[kSize]) {
+  if constexpr (std::is_same_v<Out, int32_t>) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) out[i] = acc[i];
+  } else {
+    float t[kSize];
+    dequantize_activate_add<kDoubleActivation>(acc, operands, args, t);
+    float r = 0.0F;
+    if constexpr (std::is_same_v<Out, int8_t>) r = reciprocal(scale_at(args.out_scale, 0));
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if constexpr (std::is_same_v<Out, int8_t>) {
+        out[i] = requantize(t[i], r, args.clamp_low);
+      } else if constexpr (std::is_same_v<Out, __half>) {
+        out[i] = __float2half_rn(t[i]);
+      } else if constexpr (std::is_same_v<Out, __nv_bfloat16>) {
+        out[i] = __float2bfloat16_rn(t[i]);
+      } else {
+        out[i] = t[i];
+      }
+    }
+  }
+}
+
+// One fragment of consecutive columns of one row to memory; `vector`: the address and the row stride allow one store.
+template <class Out, int kSize>
+__device__ inline void store_row(void* out, int64_t offset, const int32_t (&acc)[kSize], const Coordinates<kSize>& at,
+                                 const EpilogueArgs& args, bool vector) {
+  struct alignas(sizeof(Out) * kSize) Packed {
+    Out values[kSize];
+  } packed;
+  Operands<kSize> operands;
+  if constexpr (!std::is_same_v<Out, int32_t>) load_operands(at, args, operands);
+  epilogue<Out>(acc, operands, args, packed.values);
+  Out* destination = static_cast<Out*>(out) + offset;
+  if (vector && at.inside(kSize - 1)) {
+    *reinterpret_cast<Packed*>(destination) = packed;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    if (at.inside(i)) destination[i] = packed.values[i];
+  }
+}
+
+// store_row with the output type known only at run time: for kernels that would otherwise be compiled five times.
+template <int kSize>
+__device__ inline void store_row(void* out, DType type, int64_t offset, const int32_t (&acc)[kSize],
+                                 const Coordinates<kSize>& at, const EpilogueArgs& args, bool vector) {
+  switch (type) {
+    case DType::kInt32:
+      return store_row<int32_t>(out, offset, acc, at, args, vector);
+    case DType::kInt8:
+      return store_row<int8_t>(out, offset, acc, at, args, vector);
+    case DType::kFloat16:
+      return store_row<__half>(out, offset, acc, at, args, vector);
+    case DType::kBFloat16:
+      return store_row<__nv_bfloat16>(out, offset, acc, at, args, vector);
+    default:
+      return store_row<float>(out, offset, acc, at, args, vector);
+  }
+}
+
+}  // namespace octofuse

@@ -1,0 +1,35 @@
+// What this build can run on a given compute capability. Pure: no device is asked.
+#include <sstream>
+#include <string>
+
+#include "octofuse/device.h"
+
+namespace octofuse {
+
+#ifdef OCTOFUSE_ARCHITECTURES
+const char* built_architectures() { return OCTOFUSE_ARCHITECTURES; }
+#else
+const char* built_architectures() { return ""; }
+#endif
+
+Capability capability_for(int compute_capability, int sm_count) {
+  Capability capability;
+  capability.compute_capability = compute_capability;
+  capability.sm_count = sm_count;
+  std::stringstream list(built_architectures());
+  std::string entry;
+  while (std::getline(list, entry, ';')) {
+    const int built = std::stoi(entry);
+    const bool accelerated = entry.back() == 'a';
+    // Machine code serves its own major version from its minor version on; PTX (of plain entries) every later chip.
+    const bool same_major = built / 10 == compute_capability / 10 && built <= compute_capability;
+    const bool loads = accelerated ? built == compute_capability : same_major || built <= compute_capability;
+    if (!loads) continue;
+    capability.kernels_naive = true;
+    if (built >= 80) capability.kernels_mma = true;
+    if (accelerated && built == 90) capability.kernels_sm90a = true;
+  }
+  return capability;
+}
+
+}  // namespace octofuse

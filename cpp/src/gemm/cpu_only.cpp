@@ -1,0 +1,29 @@
+// Stands in for everything that launches in a build without CUDA. The bindings refuse CUDA tensors first, so a call that
+// arrives here asked about a device by number.
+#include "octofuse/error.h"
+#include "octofuse/gemm.h"
+#include "octofuse/quantize.h"
+
+namespace octofuse {
+namespace {
+
+[[noreturn]] void absent() {
+  throw RuntimeError("this octofuse was built for the CPU only; reinstall it with OCTOFUSE_CUDA=ON");
+}
+
+}  // namespace
+
+int toolkit_version() { return 0; }
+const char* cutlass_version() { return ""; }
+CublasLtStatus cublaslt_status() { return {false, "this octofuse was built for the CPU only", "", 0}; }
+const Capability& device_capability(int) { absent(); }
+DeviceGuard::DeviceGuard(int) { absent(); }
+DeviceGuard::~DeviceGuard() = default;
+void run_gemm(const Candidate&, const GemmArgs&, int, Stream, const Allocator&) { absent(); }
+std::vector<std::pair<int, double>> tune_cublaslt(const GemmArgs&, int, Stream, const Allocator&) { absent(); }
+void quantize_per_tensor(const QuantizeArgs&, int, Stream) { absent(); }
+void quantize_per_token(const QuantizeArgs&, int, Stream) { absent(); }
+void apply_epilogue(const DequantizeArgs&, int, Stream) { absent(); }
+void pad_rows(const int8_t*, int64_t, int64_t, int64_t, int8_t*, int64_t, int, Stream) { absent(); }
+
+}  // namespace octofuse

@@ -1,0 +1,112 @@
+// From a chosen kernel to its launch: pads what the kernel cannot read, then calls it.
+#include <cuda_runtime_api.h>
+
+#include "cublaslt/matmul.h"
+#include "cutlass/gemm_cutlass.h"
+#include "kernels/gemm_naive.h"
+#include "octofuse/error.h"
+#include "octofuse/gemm.h"
+#include "octofuse/quantize.h"
+
+namespace octofuse {
+namespace {
+
+constexpr int64_t kAlignment = 16;  // bytes: TMA, cp.async and cuBLASLt's fast paths
+
+int64_t round_up(int64_t value) { return (value + kAlignment - 1) / kAlignment * kAlignment; }
+
+// Zeros behind each row add nothing to an integer product, so a padded copy gives the same bits.
+void align_operand(const int8_t*& data, int64_t& ld, int64_t rows, int64_t k, int device, Stream stream,
+                   const Allocator& allocate) {
+  const bool aligned = reinterpret_cast<uintptr_t>(data) % kAlignment == 0 && k % kAlignment == 0 &&
+                       ((ld % kAlignment == 0 && ld >= k) || rows == 1);
+  if (aligned) {
+    if (rows == 1) ld = round_up(k);
+    return;
+  }
+  const int64_t padded = round_up(k);
+  auto* copy = static_cast<int8_t*>(allocate(static_cast<size_t>(rows * padded)));
+  pad_rows(data, rows, k, ld, copy, padded, device, stream);
+  data = copy;
+  ld = padded;
+}
+
+GemmArgs with_aligned_operands(GemmArgs args, int device, Stream stream, const Allocator& allocate) {
+  align_operand(args.x, args.ldx, args.m, args.k, device, stream, allocate);
+  align_operand(args.w, args.ldw, args.n, args.k, device, stream, allocate);
+  args.k = round_up(args.k);
+  return args;
+}
+
+void run_sm90(int tile, const GemmArgs& args, int device, cudaStream_t stream) {
+  switch (args.out_type) {
+    case DType::kFloat16:
+      return sm90::run_f16(tile, args, device, stream);
+    case DType::kBFloat16:
+      return sm90::run_bf16(tile, args, device, stream);
+    case DType::kFloat32:
+      return sm90::run_f32(tile, args, device, stream);
+    case DType::kInt8:
+      return sm90::run_i8(tile, args, device, stream);
+    default:
+      return sm90::run_i32(tile, args, device, stream);
+  }
+}
+
+// True where cuBLASLt writes the final output itself.
+bool is_raw(const GemmArgs& args) {
+  const EpilogueArgs& e = args.epilogue;
+  return args.out_type == DType::kInt32 || (args.out_type == DType::kInt8 && e.clamp_low == -128.0F);
+}
+
+void run_cublaslt(const GemmArgs& args, int device, Stream stream, const Allocator& allocate) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (is_raw(args)) return cublaslt::matmul(args, device, cuda_stream, allocate);
+  GemmArgs raw = args;
+  raw.out_type = DType::kInt32;
+  raw.ldo = args.n;
+  raw.out = allocate(static_cast<size_t>(args.m * args.n) * sizeof(int32_t));
+  cublaslt::matmul(raw, device, cuda_stream, allocate);
+  DequantizeArgs second;
+  second.rows = args.m;
+  second.cols = args.n;
+  second.q = raw.out;
+  second.ldq = raw.ldo;
+  second.q_type = DType::kInt32;
+  second.out = args.out;
+  second.ldo = args.ldo;
+  second.out_type = args.out_type;
+  second.epilogue = args.epilogue;
+  apply_epilogue(second, device, stream);
+}
+
+}  // namespace
+
+void run_gemm(const Candidate& candidate, const GemmArgs& args, int device, Stream stream, const Allocator& allocate) {
+  if (args.m == 0) return;
+  const DeviceGuard guard(device);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (candidate.engine == Engine::kNaive) return run_naive(args, cuda_stream);
+  const GemmArgs aligned = with_aligned_operands(args, device, stream, allocate);
+  switch (candidate.engine) {
+    case Engine::kCutlassSm90:
+      return run_sm90(candidate.tile, aligned, device, cuda_stream);
+    case Engine::kCutlassSm80:
+      return sm80::run(candidate.tile, aligned, device, cuda_stream);
+    default:
+      return run_cublaslt(aligned, device, stream, allocate);
+  }
+}
+
+std::vector<std::pair<int, double>> tune_cublaslt(const GemmArgs& args, int device, Stream stream,
+                                                  const Allocator& allocate) {
+  const DeviceGuard guard(device);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(cuda_stream, &capturing) == cudaSuccess && capturing != cudaStreamCaptureStatusNone) {
+    throw RuntimeError("tune_cublaslt: the stream is being captured; tune before the capture");
+  }
+  return cublaslt::tune(with_aligned_operands(args, device, stream, allocate), device, cuda_stream, allocate);
+}
+
+}  // namespace octofuse

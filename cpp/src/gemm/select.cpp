@@ -1,0 +1,136 @@
+// Which kernel serves a problem. Pure host logic: it runs, and is tested, without a GPU.
+#include <algorithm>
+
+#include "octofuse/error.h"
+#include "octofuse/gemm.h"
+
+namespace octofuse {
+
+// Indices follow tiles_sm90.h and gemm_sm80.cu.
+const std::vector<Candidate>& candidates() {
+  static const std::vector<Candidate> all = {
+      {Engine::kCutlassSm90, "cutlass_sm90/128x128x128_pingpong_2x1", 0, 128, 128},
+      {Engine::kCutlassSm90, "cutlass_sm90/64x128x128_pingpong_1x1", 1, 64, 128},
+      {Engine::kCutlassSm80, "cutlass_sm80/128x128x64", 0, 128, 128},
+      {Engine::kCutlassSm80, "cutlass_sm80/64x64x64", 1, 64, 64},
+      {Engine::kCublasLt, "cublaslt", 0, 0, 0},
+      {Engine::kNaive, "naive", 0, 16, 16},
+  };
+  return all;
+}
+
+namespace {
+
+// Each engine states its own preconditions: an empty answer means that it can serve.
+
+std::string why_not_sm90(const GemmProblem& problem, const Capability& capability) {
+  if (capability.compute_capability != 90) return "needs compute capability 9.0 (wgmma)";
+  if (!capability.kernels_sm90a) return "this build holds no sm_90a kernels";
+  if (!problem.out_aligned || problem.ldo * static_cast<int64_t>(size_of(problem.out)) % 16 != 0) {
+    return "TMA stores need output rows that start at multiples of 16 bytes";
+  }
+  if (problem.double_activation) return "fp32 output evaluates gelu and silu in double, which would serialise wgmma";
+  return "";
+}
+
+std::string why_not_sm80(const Capability& capability) {
+  if (capability.compute_capability < 80) return "needs compute capability 8.0 (mma.sync int8 with cp.async)";
+  if (!capability.kernels_mma) return "this build holds no mma.sync kernels for this device";
+  return "";
+}
+
+std::string why_not_cublaslt(const GemmProblem& problem, const Capability& capability) {
+  if (!capability.cublaslt) return capability.cublaslt_why;
+  if (capability.compute_capability < 75) return "int8 tensor cores need compute capability 7.5";
+  if (problem.n % 4 != 0) return "N must be a multiple of 4";
+  // What it cannot fuse goes through a contiguous int32 buffer, so only raw outputs carry the caller's stride.
+  if (problem.raw && problem.ldo % 4 != 0) return "output rows must be a multiple of 4 elements apart";
+  if (problem.raw && !problem.out_aligned) return "the output must start at a multiple of 16 bytes";
+  return "";
+}
+
+std::string why_not_naive(const GemmProblem& problem, const Capability& capability) {
+  if (!capability.kernels_naive) return "this build holds no kernels for this device";
+  if (problem.n > 16 * int64_t{65535}) return "its grid covers at most 1048560 columns";
+  return "";
+}
+
+std::string why_not(const Candidate& candidate, const GemmProblem& problem, const Capability& capability) {
+  switch (candidate.engine) {
+    case Engine::kCutlassSm90:
+      return why_not_sm90(problem, capability);
+    case Engine::kCutlassSm80:
+      return why_not_sm80(capability);
+    case Engine::kCublasLt:
+      return why_not_cublaslt(problem, capability);
+    default:
+      return why_not_naive(problem, capability);
+  }
+}
+
+bool matches(const Candidate& candidate, const std::string& wish) {
+  const std::string name = candidate.name;
+  return wish == "auto" || name == wish || name.substr(0, name.find('/')) == wish ||
+         (wish == "cutlass" && name.rfind("cutlass_", 0) == 0);
+}
+
+// Lower is better. A placeholder for measured tables: waves of tiles over the SMs, then the engine's own rank.
+double cost(const Candidate& candidate, const GemmProblem& problem, const Capability& capability) {
+  const double sms = std::max(1, capability.sm_count);
+  const auto tiles = [&](int tile_m, int tile_n) {
+    return static_cast<double>((problem.m + tile_m - 1) / tile_m) * static_cast<double>((problem.n + tile_n - 1) / tile_n);
+  };
+  switch (candidate.engine) {
+    case Engine::kCublasLt:
+      return problem.raw ? 0.0 : 1e18;  // int32 is its home; with a second pass it comes after every fused kernel
+    case Engine::kNaive:
+      return 1e30;
+    default: {
+      const double waves = std::max(1.0, tiles(candidate.tile_m, candidate.tile_n) / sms);
+      const double per_tile = candidate.tile_m * static_cast<double>(candidate.tile_n);
+      // A smaller tile re-reads its operands more often: 15 % is what the first scan showed between the two sm_90a tiles.
+      const double smaller = candidate.tile != 0 ? 1.15 : 1.0;
+      const double older = candidate.engine == Engine::kCutlassSm80 ? 2.0 : 1.0;
+      return waves * per_tile * smaller * older;
+    }
+  }
+}
+
+}  // namespace
+
+Decision select(const GemmProblem& problem, const Capability& capability, const std::string& engine) {
+  Decision decision;
+  double best = 0.0;
+  bool known = false;
+  for (const Candidate& candidate : candidates()) {
+    if (!matches(candidate, engine)) continue;
+    known = true;
+    const std::string reason = why_not(candidate, problem, capability);
+    if (!reason.empty()) {
+      decision.declined.emplace_back(candidate.name, reason);
+      continue;
+    }
+    const double candidate_cost = cost(candidate, problem, capability);
+    if (decision.chosen == nullptr || candidate_cost < best) {
+      if (decision.chosen != nullptr) decision.declined.emplace_back(decision.chosen->name, "ranked behind");
+      decision.chosen = &candidate;
+      best = candidate_cost;
+    } else {
+      decision.declined.emplace_back(candidate.name, "ranked behind");
+    }
+  }
+  if (!known) {
+    std::string names = "'auto', 'cutlass'";
+    for (const Candidate& candidate : candidates()) names += std::string(", '") + candidate.name + "'";
+    refuse<ValueError>("engine", "one of " + names + " or the part before '/'", "'" + engine + "'");
+  }
+  if (decision.chosen == nullptr) {
+    std::string reasons;
+    for (const auto& [name, reason] : decision.declined) reasons += "; " + name + ": " + reason;
+    refuse<ValueError>("engine", "one that can serve this call", "'" + engine + "'" + reasons);
+  }
+  decision.why = engine == "auto" ? "lowest estimated cost of the kernels that can serve" : "asked for by name";
+  return decision;
+}
+
+}  // namespace octofuse

@@ -1,0 +1,45 @@
+# The compiled module. Tensors in and out; for CPU tensors the ops check their arguments and return None.
+
+from typing import Any
+
+from torch import Tensor
+
+# bind_gemm.cpp
+def linear(
+    x: Tensor,
+    w: Tensor,
+    x_scale: Tensor | float,
+    w_scale: Tensor | float,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    out_dtype: str,
+    out_scale: Tensor | float | None,
+    engine: str,
+    out: Tensor | None,
+) -> Tensor | None: ...
+def matmul(x: Tensor, w: Tensor, alpha: float | None, engine: str, out: Tensor | None) -> Tensor | None: ...
+def select(
+    m: int,
+    n: int,
+    k: int,
+    out_dtype: str,
+    raw: bool,
+    double_activation: bool,
+    engine: str,
+    compute_capability: int,
+    sm_count: int,
+    cublaslt: bool,
+) -> dict[str, Any]: ...
+def candidates() -> list[str]: ...
+def tune_cublaslt(x: Tensor, w: Tensor, int8_output: bool) -> list[tuple[int, float]]: ...
+
+# bind_quantize.cpp
+def quantize_per_tensor(x: Tensor, scale: Tensor | float) -> Tensor | None: ...
+def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor] | None: ...
+def dequantize(q: Tensor, scale: Tensor | float, out_dtype: str) -> Tensor | None: ...
+
+# bind_device.cpp
+def build_info() -> dict[str, Any]: ...
+def cublaslt_info() -> dict[str, Any]: ...
+def device_info(device: int) -> dict[str, Any]: ...

@@ -1,0 +1,60 @@
+"""When a call may go straight to `_C`, and when it must go through torch's dispatcher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_PLAIN = (Tensor, Parameter)
+
+# `_C` names dtypes as torch prints them without the prefix.
+DTYPE_NAMES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.int8: "int8",
+    torch.int32: "int32",
+}
+
+
+def goes_direct(*arguments: Any) -> bool:
+    """True for eager calls in which every tensor is a plain one.
+
+    Under torch.compile or export, inside a dispatch or function mode, and for fake tensors and other subclasses the
+    dispatcher has to see the call: DLPack would hand out their memory, or garbage, without a word.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    for argument in arguments:
+        if isinstance(argument, Tensor) and type(argument) not in _PLAIN:
+            return False
+    return not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
+def refuse_gradients(op: str, **tensors: Any) -> None:
+    """There is no backward: a tensor that wants a gradient would lose it silently."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise ValueError(
+                f"{name}: expected a tensor that needs no gradient, got requires_grad=True; {op} has no backward "
+                f"(detach it or call under torch.no_grad())"
+            )
+
+
+def dtype_name(out_dtype: Any) -> str:
+    """The name of a torch dtype for `_C`, which then checks whether the op can write it."""
+    if not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype: expected torch.dtype, got {type(out_dtype).__name__}")
+    return DTYPE_NAMES.get(out_dtype) or str(out_dtype).removeprefix("torch.")
+
+
+def as_tensor(scale: Any, like: Tensor) -> Any:
+    """Dispatched ops take scales as tensors; a Python number becomes one."""
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        return torch.full((), float(scale), dtype=torch.float32, device=like.device)
+    return scale

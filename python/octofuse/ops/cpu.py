@@ -1,0 +1,108 @@
+"""The CPU engines: `onednn` (AVX-512 VNNI or AMX through torch) and `reference` (plain torch, any machine).
+
+Both give the accumulators exactly; everything behind them is `testing.reference.finish`, so their bits are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+
+import torch
+from torch import Tensor
+
+from octofuse.testing import reference
+
+ENGINES = ("onednn", "reference")
+
+
+@functools.cache
+def why_not_onednn() -> str:
+    """Empty if torch's oneDNN multiplies int8 exactly on this CPU, else the reason.
+
+    Without VNNI the library's u8 x s8 product saturates its 16-bit partial sums: the probe's extreme values find that.
+    """
+    if not hasattr(torch.ops.onednn, "qlinear_prepack"):
+        return "this torch was built without oneDNN"
+    if not torch.cpu._is_vnni_supported():
+        return "needs a CPU with AVX-512 VNNI"
+    generator = torch.Generator().manual_seed(0)
+    for m, n, k in ((3, 5, 7), (17, 33, 300), (2, 16, 131071)):
+        x = torch.randint(-128, 128, (m, k), dtype=torch.int8, generator=generator)
+        w = torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=generator)
+        for left, right in ((x, w), (x.clone().fill_(-128), w.clone().fill_(-128)), (x, w.clone().fill_(127))):
+            if not torch.equal(_onednn_product(left, _pack(right)), reference.accumulate(left, right).float()):
+                return "its int8 product is not exact on this CPU"
+    return ""
+
+
+def select(engine: str) -> str:
+    """The CPU engine that serves `engine`; ValueError with the reason if none does."""
+    if engine in ("auto", "onednn"):
+        reason = why_not_onednn()
+        if not reason:
+            return "onednn"
+        if engine == "auto":
+            return "reference"
+        raise ValueError(f"engine: expected one that can serve this call, got 'onednn'; onednn: {reason}")
+    if engine == "reference":
+        return engine
+    raise ValueError(f"engine: expected one of 'auto', 'onednn', 'reference' for CPU tensors, got {engine!r}")
+
+
+def accumulate(x: Tensor, w: Tensor, engine: str) -> Tensor:
+    """x [M, K], w [N, K] int8 -> [M, N]: int32 accumulators, or (oneDNN) their one rounding to fp32."""
+    if select(engine) == "onednn":
+        return _onednn_product(x, _packed(w))
+    return reference.accumulate(x, w)
+
+
+def select_raw(engine: str) -> str:
+    """int32 outputs come from the reference: oneDNN writes fp32, which rounds above 2^24."""
+    if engine == "onednn":
+        raise ValueError(
+            "engine: expected one that can serve this call, got 'onednn'; onednn: it has no int32 output"
+        )
+    return "reference" if engine == "auto" else select(engine)
+
+
+def _pack(w: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.onednn.qlinear_prepack(w, None)
+    return packed
+
+
+# Packing costs about as much as a product with a few hundred rows, so each weight is packed once. The key is the tensor
+# object, which `del` ends; the version tells an in-place change.
+_PACKED: dict[int, tuple[weakref.ref[Tensor], int, int, Tensor]] = {}
+
+
+def _packed(w: Tensor) -> Tensor:
+    if w.is_inference():  # carries no version counter: a change could not be seen
+        return _pack(w)
+    entry = _PACKED.get(id(w))
+    if entry is not None and entry[0]() is w and entry[1:3] == (w._version, w.data_ptr()):
+        return entry[3]
+    packed = _pack(w)
+    key = id(w)
+    _PACKED[key] = (weakref.ref(w, lambda _: _PACKED.pop(key, None)), w._version, w.data_ptr(), packed)
+    return packed
+
+
+def _onednn_product(x: Tensor, packed: Tensor) -> Tensor:
+    """float(acc), rounded once.
+
+    x goes in as uint8 with zero point 128: with int8 activations the library falls back to a scalar loop on CPUs without
+    AMX, a thousand times slower.
+    """
+    n = packed.shape[1]
+    shifted = (x.to(torch.int16) + 128).to(torch.uint8)
+    ones, zeros = _units(n)
+    product: Tensor = torch.ops.onednn.qlinear_pointwise(
+        shifted, 1.0, 128, packed, ones, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return product
+
+
+@functools.lru_cache(maxsize=64)
+def _units(n: int) -> tuple[Tensor, Tensor]:
+    return torch.ones(n), torch.zeros(n, dtype=torch.int32)

@@ -1,0 +1,71 @@
+"""Quantisation and dequantisation: s = amax / 127, r = 1 / s, q = clamp(rne(float(x) * r), -127, 127), real = s * q."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octofuse import _C
+from octofuse.ops._guard import as_tensor, dtype_name, goes_direct, refuse_gradients
+from octofuse.testing import reference
+
+Scale = Tensor | float
+
+
+def quantize_per_tensor(x: Tensor, scale: Scale) -> Tensor:
+    """x fp16, bf16 or fp32 `[..., K]` and one scale (fp32 element or float above 0) -> int8 of the same shape.
+
+    Values beyond 127 * scale saturate, infinities too; NaN becomes 0. Raises TypeError or ValueError.
+    """
+    if goes_direct(x, scale):
+        return _per_tensor(x, scale)
+    result: Tensor = torch.ops.octofuse.quantize_per_tensor(x, as_tensor(scale, x))
+    return result
+
+
+def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x fp16, bf16 or fp32 `[..., K]` -> int8 of the same shape and fp32 scales `[M, 1]`, one per row of K.
+
+    A row of zeros gets scale 1. A row that holds NaN or Inf gets a NaN or Inf scale, so its dequantised values are NaN,
+    and no other row is touched.
+    """
+    if goes_direct(x):
+        return _per_token(x)
+    result: tuple[Tensor, Tensor] = torch.ops.octofuse.quantize_per_token(x)
+    return result
+
+
+def dequantize(q: Tensor, scale: Scale, *, out_dtype: torch.dtype = torch.float16) -> Tensor:
+    """q int8 or int32 `[..., K]` times scale (one element, `[M]` or `[M, 1]`, or a float) -> `out_dtype`, one rounding."""
+    if goes_direct(q, scale):
+        return _dequantize(q, scale, out_dtype)
+    result: Tensor = torch.ops.octofuse.dequantize(q, as_tensor(scale, q), out_dtype)
+    return result
+
+
+def _per_tensor(x: Tensor, scale: Scale) -> Tensor:
+    refuse_gradients("quantize_per_tensor", x=x, scale=scale)
+    result = _C.quantize_per_tensor(x, scale)
+    return reference.quantize(x, scale) if result is None else result
+
+
+def _per_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    refuse_gradients("quantize_per_token", x=x)
+    result = _C.quantize_per_token(x)
+    return reference.quantize_per_token(x) if result is None else result
+
+
+def _dequantize(q: Tensor, scale: Scale, out_dtype: torch.dtype) -> Tensor:
+    refuse_gradients("dequantize", scale=scale)
+    result = _C.dequantize(q, scale, dtype_name(out_dtype))
+    if result is not None:
+        return result
+    flat = reference.dequantize(q.reshape(-1, q.shape[-1]), 1.0, scale)
+    return flat.to(out_dtype).reshape(q.shape)
+
+
+IMPLEMENTATIONS = {
+    "quantize_per_tensor": _per_tensor,
+    "quantize_per_token": _per_token,
+    "dequantize": _dequantize,
+}

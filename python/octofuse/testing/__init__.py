@@ -1,0 +1,1 @@
+"""Shared by tests, benchmarks and the CPU engine: the reference formula, tolerances, shapes and timing."""

@@ -1,0 +1,116 @@
+"""The one formula, in plain torch: every engine, tile and device of this library is checked against this file.
+
+    acc = sum_k x[m, k] * w[n, k]                               exact (int32)
+    t = float(acc); t = t * w_scale[n]; t = t * x_scale[m]
+    t = t + bias[n]; t = act(t); t = t + residual[m, n]
+    y = t rounded to fp16, bf16 or fp32, or clamp(rne(t * r), low, 127) with r = 1 / out_scale for int8
+
+Each step is one IEEE fp32 operation, rounded once. `act` is the exact function of t rounded once to fp32 (evaluated in
+double here); engines may differ from it by 1 ulp of the output type.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
+
+
+def accumulate(x: Tensor, w: Tensor) -> Tensor:
+    """x [M, K] int8, w [N, K] int8 -> [M, N] int32, exact.
+
+    Through double: at most 2^17 products of at most 2^14 stay far below 2^53, so every partial sum is exact.
+    """
+    return (x.double() @ w.double().t()).to(torch.int32)
+
+
+def activate(t: Tensor, activation: str | None) -> Tensor:
+    """fp32 -> fp32; gelu is the erf form, gelu_tanh GPT-2's (Hendrycks and Gimpel, 2016), silu = t * sigmoid(t)."""
+    if activation is None:
+        return t
+    if activation == "relu":
+        return torch.where(t < 0, torch.zeros_like(t), t)  # keeps NaN
+    d = t.double()
+    if activation == "gelu":
+        return (0.5 * d * torch.special.erfc(d * -math.sqrt(0.5))).float()
+    if activation == "gelu_tanh":
+        return (d / (1 + torch.exp(-2 * math.sqrt(2 / math.pi) * (d + 0.044715 * d**3)))).float()
+    if activation == "silu":
+        return (d / (1 + torch.exp(-d))).float()
+    raise ValueError(f"activation: expected one of {ACTIVATIONS}, got {activation!r}")
+
+
+def requantize(t: Tensor, out_scale: Tensor | float, low: int = -127) -> Tensor:
+    """clamp(rne(t * r), low, 127) as int8 with r = 1 / out_scale rounded to fp32; NaN becomes 0."""
+    scale = torch.as_tensor(out_scale, dtype=torch.float32, device=t.device)
+    return (t * (torch.ones_like(scale) / scale)).round_().nan_to_num_(0.0, 127.0, -128.0).clamp_(low, 127).to(torch.int8)
+
+
+def finish(
+    acc: Tensor,
+    x_scale: Tensor | float,
+    w_scale: Tensor | float,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float16,
+    out_scale: Tensor | float | None = None,
+) -> Tensor:
+    """The formula behind the accumulators: acc [M, N] int32 or its exact fp32 rounding, residual [M, N] -> [M, N]."""
+    t = dequantize(acc, w_scale, x_scale)
+    if bias is not None:
+        t += bias.float()
+    t = activate(t, activation)
+    if residual is not None:
+        t = t + residual.float()
+    return t.to(out_dtype) if out_scale is None else requantize(t, out_scale)
+
+
+def dequantize(acc: Tensor, w_scale: Tensor | float, x_scale: Tensor | float) -> Tensor:
+    """float(acc) * w_scale[n] * x_scale[m] in that order; a new fp32 tensor [M, N]."""
+    t = acc.float() * _as_vector(w_scale, acc).reshape(1, -1)
+    return t.mul_(_as_vector(x_scale, acc).reshape(-1, 1))
+
+
+def _as_vector(scale: Tensor | float, like: Tensor) -> Tensor:
+    return torch.as_tensor(scale, dtype=torch.float32, device=like.device)
+
+
+def linear(
+    x: Tensor,
+    w: Tensor,
+    x_scale: Tensor | float,
+    w_scale: Tensor | float,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float16,
+    out_scale: Tensor | float | None = None,
+) -> Tensor:
+    """What `octofuse.i8f16_linear` (or, with out_scale, `i8i8_linear`) must return, for x [..., K]."""
+    acc = accumulate(x.reshape(-1, x.shape[-1]), w)
+    flat_residual = None if residual is None else residual.reshape(acc.shape)
+    out = finish(acc, x_scale, w_scale, bias, activation, flat_residual, out_dtype, out_scale)
+    return out.reshape(*x.shape[:-1], w.shape[0])
+
+
+def quantize(x: Tensor, scale: Tensor | float) -> Tensor:
+    """q = clamp(rne(float(x) * r), -127, 127) with r = 1 / scale; scale broadcasts against x."""
+    return requantize(x.float(), scale)
+
+
+def token_scales(x: Tensor) -> Tensor:
+    """x [..., K] -> [rows, 1] fp32: s = amax / 127, and 1 for a row of zeros."""
+    amax = x.reshape(-1, x.shape[-1]).float().abs().amax(dim=-1, keepdim=True)
+    # A tensor divisor: torch multiplies by the inverse of a Python number on CUDA, which rounds twice.
+    return torch.where(amax == 0, torch.ones_like(amax), amax / torch.full_like(amax, 127.0))
+
+
+def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., K] -> int8 of the same shape and its [rows, 1] scales."""
+    scales = token_scales(x)
+    return quantize(x.reshape(-1, x.shape[-1]), scales).reshape(x.shape), scales
