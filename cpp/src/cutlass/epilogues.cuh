@@ -27,17 +27,24 @@ __device__ inline float reciprocal(float s) {
   return static_cast<float>(r);
 }
 
-// t / (1 + exp(z)) without cancellation and without a subroutine call. For z < 0 (most of t's weight is kept) it is
-// t - t * s with the small s = exp(z) / (1 + exp(z)), so that only s carries the approximations' error.
+__device__ inline float exp_approximate(float z) {
+  float e;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(z, 1.4426950408889634F)));
+  return e;
+}
+
+// t / (1 + exp(z)) without cancellation, without a subroutine call and with two special-function instructions. For z < 0
+// (most of t's weight is kept) it is t - t * s with the small s = exp(z) / (1 + exp(z)), so that only s carries the
+// approximations' error.
 __device__ inline float times_logistic(float t, float z) {
-  const float e = expf(fminf(z, 80.0F));
-  const float inverse = __fdividef(1.0F, __fadd_rn(1.0F, e));
-  if (z < 0.0F) {
-    const float small = __fmul_rn(e, inverse);
-    return small == 0.0F ? t : __fmaf_rn(-t, small, t);  // an infinite t stays one
-  }
+  const float e = exp_approximate(fminf(z, 80.0F));
+  float inverse = __fdividef(1.0F, __fadd_rn(1.0F, e));
+  const float small = __fmul_rn(e, inverse);
   // Far in the tail 1 + exp(z) is exp(z), which may leave fp32 while its inverse has not.
-  return __fmul_rn(t, z > 60.0F ? expf(-z) : inverse);
+  if (z > 80.0F) inverse = exp_approximate(-z);
+  // An infinite t stays one: inf - inf * 0 would not.
+  const float large = small == 0.0F ? t : __fmaf_rn(-t, small, t);
+  return z < 0.0F ? large : __fmul_rn(t, inverse);
 }
 
 // Activations for fp16, bf16 and int8 outputs. The forms do not cancel: gelu goes through erfc, gelu_tanh and silu through

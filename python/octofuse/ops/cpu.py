@@ -67,7 +67,7 @@ def select_raw(engine: str) -> str:
 
 
 def _pack(w: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.onednn.qlinear_prepack(w, None)
+    packed: Tensor = torch.ops.onednn.qlinear_prepack(w.contiguous(), None)  # it reads past strides
     return packed
 
 
@@ -95,7 +95,7 @@ def _onednn_product(x: Tensor, packed: Tensor) -> Tensor:
     AMX, a thousand times slower.
     """
     n = packed.shape[1]
-    shifted = (x.to(torch.int16) + 128).to(torch.uint8)
+    shifted = (x.contiguous().to(torch.int16) + 128).to(torch.uint8)
     ones, zeros = _units(n)
     product: Tensor = torch.ops.onednn.qlinear_pointwise(
         shifted, 1.0, 128, packed, ones, zeros, None, 1.0, 0, torch.float32, "none", [], ""

@@ -1,0 +1,123 @@
+"""The command line: `octofuse demo | quantize | generate | eval | doctor`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="int8 models that are really faster.")
+console = Console()
+
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes the GPU if octofuse can use it")]
+
+
+def main() -> None:
+    app()
+
+
+@app.command()
+def demo(
+    device: Device = "auto",
+    new_tokens: Annotated[int, typer.Option(min=2, help="tokens to generate")] = 48,
+    evaluation_tokens: Annotated[int, typer.Option(min=512, help="held-out tokens for the perplexity")] = 24576,
+) -> None:
+    """Quantise the embedded GPT-2 two ways and compare it with the original: accuracy, size, speed, text."""
+    from octofuse.cli.demo import run_demo
+
+    with _plain_errors():
+        run_demo(console, device, new_tokens, evaluation_tokens)
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="a folder, a hub name such as gpt2, or 'embedded'")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="a new folder")],
+    scheme: Annotated[str, typer.Option(help="w8a8-dynamic, w8a8-static, w8a8-static-tensor or w8a8-dynamic-tensor")] = "w8a8-dynamic",
+    calibration: Annotated[Path | None, typer.Option(help="text file for static schemes; default: a text that ships")] = None,
+    device: Device = "auto",
+) -> None:
+    """Quantise a model and write it, with its tokenizer, to a folder."""
+    from octofuse.cli.common import calibration_batches, load_float, pick_device
+    from octofuse.models import quantize_, save, weight_bytes
+    from octofuse.quant import scheme_named
+
+    with _plain_errors():
+        chosen = scheme_named(scheme)
+        where = pick_device(device)
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise FileExistsError(f"output: expected a new or empty folder, got {output}")
+        loaded, tokenizer = load_float(model, where)
+        before = weight_bytes(loaded)
+        batches = calibration_batches(tokenizer, loaded, calibration) if chosen.needs_calibration else None
+        quantize_(loaded, chosen, batches)
+        save(loaded, output, tokenizer)
+        console.print(f"{output}: {scheme}, {before / 1e6:.1f} MB -> {weight_bytes(loaded) / 1e6:.1f} MB of weights")
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="a folder written by quantize, a float model, or 'embedded'")],
+    prompt: Annotated[str, typer.Argument(help="text to continue")],
+    new_tokens: Annotated[int, typer.Option(min=1, help="tokens to generate")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
+    seed: Annotated[int, typer.Option(help="for temperature > 0")] = 0,
+    device: Device = "auto",
+) -> None:
+    """Continue a prompt."""
+    from octofuse.cli.common import generate_text, load_any, pick_device
+
+    with _plain_errors():
+        loaded, tokenizer = load_any(model, pick_device(device))
+        console.print(generate_text(loaded, tokenizer, prompt, new_tokens, temperature, seed), markup=False, highlight=False)
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="a folder written by quantize, a float model, or 'embedded'")],
+    text: Annotated[Path | None, typer.Option(help="text file; default: the held-out text that ships")] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="read at most this many tokens")] = 65536,
+    device: Device = "auto",
+) -> None:
+    """Perplexity on a text."""
+    from octofuse.cli.common import evaluation_tokens, load_any, measure_perplexity, pick_device
+
+    with _plain_errors():
+        loaded, tokenizer = load_any(model, pick_device(device))
+        tokens = evaluation_tokens(tokenizer, text)[:max_tokens]
+        value = measure_perplexity(loaded, tokens, "evaluating")
+        console.print(f"perplexity {value:.4f} over {tokens.numel()} tokens")
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON for machines")] = False,
+) -> None:
+    """Versions, loaded libraries, engines that can run here or why not, and an exactness self-test."""
+    from octofuse.doctor import report
+
+    result = report()
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        from octofuse.cli.demo import print_report
+
+        print_report(console, result)
+    if any(device["self_test_failures"] for device in result["devices"]):
+        raise typer.Exit(1)
+
+
+class _plain_errors:
+    """A user's mistake ends in one line on stderr and exit code 1, not in a traceback."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is not None and issubclass(kind, (ValueError, TypeError, OSError)):
+            print(f"octofuse: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None

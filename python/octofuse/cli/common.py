@@ -1,0 +1,138 @@
+"""Loading models and texts for the commands."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+
+from octofuse import _C
+from octofuse.assets import CALIBRATION_TEXT, EMBEDDED, EVALUATION_TEXT
+from octofuse.models import load, perplexity
+from octofuse.models.checkpoint import is_checkpoint
+
+CALIBRATION_BATCHES = 8
+CALIBRATION_BATCH = 4
+
+
+def pick_device(name: str) -> torch.device:
+    """auto: the GPU if there is one and this build has kernels, else the CPU. ValueError if a named one is not there."""
+    usable = torch.cuda.is_available() and bool(_C.build_info()["cuda"])
+    if name == "auto":
+        return torch.device("cuda" if usable else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device: expected auto, cpu or cuda[:N], got {name!r}") from error
+    if device.type == "cuda" and not usable:
+        reason = "no CUDA device" if not torch.cuda.is_available() else "this octofuse is CPU-only"
+        raise ValueError(f"device: expected one that octofuse can use, got {name!r} ({reason})")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device: expected one of {torch.cuda.device_count()} CUDA devices, got {name!r}")
+    return device
+
+
+def quiet_transformers() -> None:
+    """Its progress bars and advice would tear our tables."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def _resolve(model: str) -> str:
+    return str(EMBEDDED) if model == "embedded" else model
+
+
+def load_tokenizer(model: str) -> Any:
+    quiet_transformers()
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(_resolve(model))
+
+
+def load_float(model: str, device: torch.device) -> tuple[Any, Any]:
+    """A floating-point model (fp16 on a GPU, fp32 on the CPU) and its tokenizer. ValueError for a quantised one."""
+    quiet_transformers()
+    from transformers import AutoModelForCausalLM
+
+    name = _resolve(model)
+    if is_checkpoint(name):
+        raise ValueError(f"model: expected a floating-point model, got {name}, which octofuse has quantised already")
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval().requires_grad_(False)
+    return loaded, load_tokenizer(name)
+
+
+def load_any(model: str, device: torch.device) -> tuple[Any, Any]:
+    """A quantised folder or a floating-point model, with its tokenizer."""
+    name = _resolve(model)
+    if is_checkpoint(name):
+        return load(name, device), load_tokenizer(name)
+    return load_float(name, device)
+
+
+def encode(tokenizer: Any, text: str) -> Tensor:
+    """Text -> int64 [T]."""
+    ids: list[int] = tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.long)
+
+
+def context_of(model: nn.Module) -> int:
+    return int(getattr(model.config, "n_positions", 1024))  # type: ignore[arg-type]
+
+
+def calibration_batches(tokenizer: Any, model: Any, text: Path | None = None) -> list[Tensor]:
+    """Up to 8 batches of 4 windows on the model's device. ValueError if the text is too short for one window."""
+    path = text or CALIBRATION_TEXT
+    tokens = encode(tokenizer, path.read_text(encoding="utf-8"))
+    window = min(context_of(model), 512)
+    windows = tokens[: tokens.numel() // window * window].view(-1, window)
+    if windows.shape[0] == 0:
+        raise ValueError(f"calibration: expected at least {window} tokens, got {tokens.numel()} in {path}")
+    device = next(model.parameters()).device
+    return [batch.to(device) for batch in windows.split(CALIBRATION_BATCH)[:CALIBRATION_BATCHES]]
+
+
+def evaluation_tokens(tokenizer: Any, text: Path | None = None) -> Tensor:
+    path = text or EVALUATION_TEXT
+    tokens = encode(tokenizer, path.read_text(encoding="utf-8"))
+    if tokens.numel() < 2:
+        raise ValueError(f"text: expected at least 2 tokens, got {tokens.numel()} in {path}")
+    return tokens
+
+
+def measure_perplexity(model: nn.Module, tokens: Tensor, description: str) -> float:
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(description)
+        return perplexity(
+            model,
+            tokens,
+            context=min(context_of(model), 512),
+            on_window=lambda done, all_windows: progress.update(task, completed=done, total=all_windows),
+        )
+
+
+@torch.no_grad()
+def generate_text(model: Any, tokenizer: Any, prompt: str, new_tokens: int, temperature: float, seed: int) -> str:
+    """The prompt and its continuation, at most as long as the model's context."""
+    ids = encode(tokenizer, prompt).unsqueeze(0)
+    if ids.shape[1] == 0:
+        raise ValueError("prompt: expected at least one token, got none")
+    room = context_of(model) - ids.shape[1]
+    if room < 1:
+        raise ValueError(f"prompt: expected fewer than {context_of(model)} tokens, got {ids.shape[1]}")
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    end = tokenizer.eos_token_id
+    ids = ids.to(next(model.parameters()).device)
+    mask = torch.ones_like(ids)
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=min(new_tokens, room), pad_token_id=end, **sampling)
+    text: str = tokenizer.decode(output[0], skip_special_tokens=True)
+    return text

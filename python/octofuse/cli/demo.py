@@ -1,0 +1,97 @@
+"""The demonstration's table, and doctor's report for people."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from octofuse import _C
+from octofuse.cli.common import (
+    calibration_batches,
+    encode,
+    evaluation_tokens,
+    generate_text,
+    load_float,
+    measure_perplexity,
+    pick_device,
+)
+from octofuse.models import measure_generation, quantize_, weight_bytes
+from octofuse.nn import Int8Linear
+from octofuse.quant import scheme_named
+
+PROMPT = "def read_config(path):\n    "
+# The recipe of the first published int8 GPT-2, and the one that this library recommends.
+SCHEMES = ("w8a8-static-tensor", "w8a8-dynamic")
+
+
+def run_demo(console: Console, device_name: str, new_tokens: int, max_tokens: int) -> None:
+    began = time.perf_counter()
+    device = pick_device(device_name)
+    if not _C.build_info()["cuda"]:
+        console.print("octofuse was built for the CPU only: no NVIDIA driver was found when it was installed.")
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    model, tokenizer = load_float("embedded", device)
+    tokens = evaluation_tokens(tokenizer)[:max_tokens]
+    columns = [_measure(str(model.dtype).removeprefix("torch."), model, tokenizer, tokens, new_tokens)]
+    for scheme in SCHEMES:
+        model, _ = load_float("embedded", device)
+        batches = calibration_batches(tokenizer, model) if scheme_named(scheme).needs_calibration else None
+        quantize_(model, scheme, batches)
+        columns.append(_measure(scheme, model, tokenizer, tokens, new_tokens))
+
+    table = Table(title=f"embedded GPT-2 (6.4M parameters) on {where}, batch 1, eager transformers")
+    table.add_column("")
+    for column in columns:
+        table.add_column(column["name"], justify="right")
+    for row in list(columns[0])[1:-1]:
+        table.add_row(row, *(column[row] for column in columns))
+    console.print(table)
+    for column in columns:
+        console.print(f"[bold]{column['name']}[/bold]\n{escape(column['text'])}\n", highlight=False)
+    console.print(f"{time.perf_counter() - began:.0f} s in all; perplexity over {tokens.numel()} held-out tokens")
+
+
+def _measure(name: str, model: Any, tokenizer: Any, tokens: torch.Tensor, new_tokens: int) -> dict[str, str]:
+    prompt = encode(tokenizer, PROMPT).unsqueeze(0).to(next(model.parameters()).device)
+    speed = measure_generation(model, prompt, new_tokens)
+    linears = [m for m in model.modules() if isinstance(m, Int8Linear) or type(m).__name__ == "Conv1D"]
+    return {
+        "name": name,
+        "perplexity": f"{measure_perplexity(model, tokens, f'perplexity of {name}'):.3f}",
+        "all weights, MB": f"{weight_bytes(model) / 1e6:.2f}",
+        "linears alone, MB": f"{sum(weight_bytes(linear) for linear in linears) / 1e6:.2f}",
+        "tokens/s": f"{speed.tokens_per_second:.0f}",
+        "time to first token, ms": f"{speed.first_token * 1e3:.2f}",
+        "inter-token latency, ms": f"{speed.inter_token * 1e3:.2f}",
+        "text": generate_text(model, tokenizer, PROMPT, new_tokens, 0.0, 0),
+    }
+
+
+def print_report(console: Console, report: dict[str, Any]) -> None:
+    build, cublaslt = report["build"], report["cublaslt"]
+    console.print(f"octofuse {report['octofuse']}, Python {report['python']}, torch {report['torch']}", highlight=False)
+    if build["cuda"]:
+        version = f"{build['cuda_version'] // 1000}.{build['cuda_version'] % 1000 // 10}"
+        console.print(f"kernels for {build['architectures']} (CUDA {version}, CUTLASS {build['cutlass_version']})")
+        loaded = f"{cublaslt['version']} from {cublaslt['path']}" if cublaslt["loaded"] else cublaslt["why_not"]
+        console.print(f"cuBLASLt: {loaded}", highlight=False)
+    else:
+        console.print("CPU-only build")
+    console.print(f"NVIDIA driver: {report['driver'] or 'none'}")
+    if "note" in report:
+        console.print(f"[yellow]{report['note']}[/yellow]")
+    for device in report["devices"]:
+        table = Table(title=f"{device['device']}: {device['name']}", title_justify="left")
+        table.add_column("engine")
+        table.add_column("can serve")
+        for engine, reason in device["engines"].items():
+            table.add_row(engine, "yes" if not reason else f"no: {escape(reason)}")
+        console.print(table)
+        failures = device["self_test_failures"]
+        outcome = "all exact" if not failures else f"{len(failures)} wrong: {', '.join(failures[:5])}"
+        console.print(f"self-test: {device['self_test_cases']} cases, {outcome}")

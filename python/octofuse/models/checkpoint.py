@@ -1,0 +1,134 @@
+"""Quantised checkpoints: a folder with config.json, model.safetensors and the tokenizer's files.
+
+config.json carries `quantization_config: {"quant_method": "octofuse", "scheme": ..., "version": 1}`, so that a reader
+without octofuse stops instead of reading int8 bytes as floats.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from octofuse.models.quantize import target_layers
+from octofuse.nn import Int8Linear, replace_module
+from octofuse.nn.linear import weight_of
+from octofuse.quant import Scheme, scheme_named
+
+METHOD = "octofuse"
+VERSION = 1
+WEIGHTS = "model.safetensors"
+
+
+def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> None:
+    """Write a quantised transformers model (and its tokenizer) to a new folder, whole or not at all.
+
+    Raises ValueError if the model holds no Int8Linear, FileExistsError if the folder exists and is not empty.
+    """
+    folder = Path(folder)
+    scheme = next((m.scheme for m in model.modules() if isinstance(m, Int8Linear)), None)
+    if scheme is None:
+        raise ValueError("model: expected a model that quantize_ has changed, got one without Int8Linear layers")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"folder: expected a new or empty folder, got {folder}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        config = model.config.to_dict()  # type: ignore[operator,union-attr]
+        config["quantization_config"] = {"quant_method": METHOD, "scheme": scheme.name, "version": VERSION}
+        (partial / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
+        save_file(_unique_tensors(model), partial / WEIGHTS, metadata={"format": "pt"})
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        partial.chmod(0o755)
+        if folder.exists():
+            folder.rmdir()
+        os.replace(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def is_checkpoint(folder: str | Path) -> bool:
+    """True if the folder's config.json says that octofuse wrote it."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        return False
+    found = json.loads(path.read_text()).get("quantization_config") or {}
+    return bool(found.get("quant_method") == METHOD)
+
+
+def load(folder: str | Path, device: torch.device | str = "cpu") -> nn.Module:
+    """Read what `save` wrote, in eval mode.
+
+    Raises FileNotFoundError or ValueError naming the file, or every tensor that is missing, unexpected or of another
+    shape or dtype.
+    """
+    folder = Path(folder)
+    for name in ("config.json", WEIGHTS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name}: not found; expected a folder written by octofuse quantize")
+    if not is_checkpoint(folder):
+        raise ValueError(f"{folder / 'config.json'}: expected quant_method {METHOD!r}; this is no octofuse checkpoint")
+    config = json.loads((folder / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    if quantization.get("version") != VERSION:
+        raise ValueError(f"{folder}: expected checkpoint version {VERSION}, got {quantization.get('version')}")
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise ValueError(f"{folder / WEIGHTS}: not a whole safetensors file: {error}") from error
+    model = _empty_model(config, scheme_named(quantization["scheme"]))
+    _check_tensors(folder, model, tensors)
+    # assign: the tensors become the model's own, in the dtype that the file holds.
+    model.load_state_dict(tensors, strict=False, assign=True)
+    model.tie_weights()  # type: ignore[operator]
+    return model.eval().requires_grad_(False).to(device)
+
+
+def _empty_model(config: dict[str, Any], scheme: Scheme) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dtype = getattr(torch, str(config.get("dtype") or "float32").removeprefix("torch."))
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+    for name, layer in target_layers(model).items():
+        n, k = weight_of(layer).shape
+        has_bias = getattr(layer, "bias", None) is not None
+        replace_module(model, name, Int8Linear(k, n, bias=has_bias, scheme=scheme, dtype=dtype))
+    return model
+
+
+def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with tied tensors once, under their first name."""
+    seen: set[int] = set()
+    unique: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() in seen and tensor.numel() > 0:
+            continue
+        seen.add(tensor.data_ptr())
+        unique[name] = tensor.detach().cpu().contiguous()
+    return unique
+
+
+def _check_tensors(folder: Path, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    expected = _unique_tensors(model)
+    problems = [f"{name}: missing" for name in expected if name not in tensors]
+    problems += [f"{name}: unexpected" for name in tensors if name not in expected]
+    for name, want in expected.items():
+        got = tensors.get(name)
+        if got is None:
+            continue
+        if got.shape != want.shape:
+            problems.append(f"{name}: expected shape {list(want.shape)}, got {list(got.shape)}")
+        elif got.dtype != want.dtype:
+            problems.append(f"{name}: expected {want.dtype}, got {got.dtype}")
+    if problems:
+        raise ValueError(f"{folder / WEIGHTS}: " + "; ".join(problems))

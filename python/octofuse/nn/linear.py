@@ -1,0 +1,113 @@
+"""Int8Linear: a linear layer whose weight and activations are int8 and whose epilogue is fused."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from octofuse.ops import i8f16_linear, quantize_per_tensor, quantize_per_token
+from octofuse.quant.affine import Scheme, quantize_weight, tensor_scale
+
+
+class Int8Linear(nn.Module):
+    """y = act(x @ weight^T + bias) with int8 operands; inference only.
+
+    Buffers (all in the state dict): weight int8 `[N, K]`; weight_scale fp32 `[N]` or `[1]`; input_scale fp32 `[]` for
+    static activations; bias fp32, fp16 or bf16 `[N]` if there is one. Input and output are fp16, bf16 or fp32 `[..., K]`
+    and `[..., N]`, in the input's dtype. `engine` goes to `i8f16_linear` unchanged.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    input_scale: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        scheme: Scheme | None = None,
+        activation: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.scheme = scheme or Scheme()
+        self.activation = activation
+        self.engine = "auto"
+        scales = out_features if self.scheme.weights == "channel" else 1
+        static = self.scheme.needs_calibration
+        self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.int8, device=device))
+        self.register_buffer("weight_scale", torch.ones(scales, device=device))
+        self.register_buffer("input_scale", torch.ones((), device=device) if static else None)
+        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+
+    @classmethod
+    def from_float(
+        cls, layer: nn.Module, scheme: Scheme | None = None, input_amax: Tensor | None = None
+    ) -> Int8Linear:
+        """Quantise an nn.Linear (weight `[N, K]`) or a transformers Conv1D (weight `[K, N]`, transposed once here).
+
+        input_amax: fp32 `[]`, the calibrated max |x|; needed by static schemes alone.
+        Raises TypeError for other layers, ValueError for missing or non-finite calibration and for non-finite weights.
+        """
+        scheme = scheme or Scheme()
+        w = weight_of(layer)
+        bias = getattr(layer, "bias", None)
+        n, k = w.shape
+        result = cls(k, n, bias=bias is not None, scheme=scheme, dtype=w.dtype, device=w.device)
+        result.weight, result.weight_scale = quantize_weight(w, scheme)
+        if scheme.needs_calibration:
+            if input_amax is None:
+                raise ValueError("input_amax: expected a calibrated value for static activations, got None")
+            if not torch.isfinite(input_amax):
+                raise ValueError(f"input_amax: expected a finite value, got {float(input_amax)}")
+            result.input_scale = tensor_scale(input_amax.to(w.device))
+        if bias is not None:
+            result.bias = bias.detach().clone()
+        result.train(layer.training)
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError("x: expected a tensor that needs no gradient; Int8Linear is for inference (torch.no_grad())")
+        x = x.contiguous()
+        if self.input_scale is None:
+            q, scale = quantize_per_token(x)
+        else:
+            q, scale = quantize_per_tensor(x, self.input_scale), self.input_scale
+        return i8f16_linear(
+            q, self.weight, scale, self.weight_scale, self.bias,
+            activation=self.activation, out_dtype=x.dtype, engine=self.engine,
+        )  # fmt: skip
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        """model.half() and model.to(dtype) reach the bias alone: the scales are fp32 by definition."""
+        scales = {"weight_scale": self.weight_scale, "input_scale": self.input_scale}
+        super()._apply(fn, recurse)
+        for name, before in scales.items():
+            after = getattr(self, name)
+            if after is not None and after.dtype != torch.float32 and before is not None:
+                setattr(self, name, before.to(after.device))
+        return self
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, scheme={self.scheme.name}"
+
+
+def is_conv1d(layer: nn.Module) -> bool:
+    """transformers' Conv1D, known by its name so that transformers need not be imported."""
+    return type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """The weight of nn.Linear or Conv1D as `[N, K]`; TypeError for other layers."""
+    if isinstance(layer, nn.Linear):
+        return layer.weight.detach()
+    if is_conv1d(layer):
+        weight: Tensor = layer.weight.detach()  # type: ignore[assignment,operator]
+        return weight.t().contiguous()
+    raise TypeError(f"layer: expected nn.Linear or transformers Conv1D, got {type(layer).__name__}")

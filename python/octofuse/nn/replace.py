@@ -1,0 +1,24 @@
+"""Finding and exchanging modules inside a model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from octofuse.nn.linear import is_conv1d
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Every nn.Linear and Conv1D by qualified name, output heads (weights tied to an embedding) left out."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, nn.Linear) or is_conv1d(module)
+        if is_linear and id(module.weight) not in embeddings:
+            found[name] = module
+    return found
+
+
+def replace_module(model: nn.Module, name: str, replacement: nn.Module) -> None:
+    """Put `replacement` where `model.get_submodule(name)` is."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, replacement)

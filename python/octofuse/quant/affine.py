@@ -1,0 +1,67 @@
+"""Symmetric scales and the schemes that say where they sit. s = amax / 127, and 1 where amax is 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from octofuse.testing.reference import quantize, token_scales
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a linear layer is quantised to int8.
+
+    weights: one scale per output "channel", or one per "tensor".
+    activations: "token" computes one scale per row while running (dynamic); "tensor" uses one calibrated scale (static).
+    """
+
+    weights: Literal["channel", "tensor"] = "channel"
+    activations: Literal["token", "tensor"] = "token"
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.activations == "tensor"
+
+    @property
+    def name(self) -> str:
+        return next(name for name, scheme in SCHEMES.items() if scheme == self)
+
+
+SCHEMES = {
+    "w8a8-dynamic": Scheme("channel", "token"),
+    "w8a8-static": Scheme("channel", "tensor"),
+    # The recipe of the first published int8 GPT-2: one scale for the weight, one for its input.
+    "w8a8-static-tensor": Scheme("tensor", "tensor"),
+    "w8a8-dynamic-tensor": Scheme("tensor", "token"),
+}
+
+
+def scheme_named(name: str | Scheme) -> Scheme:
+    """The scheme behind a name of SCHEMES; ValueError lists them."""
+    if isinstance(name, Scheme):
+        return name
+    if name not in SCHEMES:
+        raise ValueError(f"scheme: expected one of {', '.join(SCHEMES)}, got {name!r}")
+    return SCHEMES[name]
+
+
+def tensor_scale(amax: Tensor) -> Tensor:
+    """amax, fp32 [] -> scale, fp32 []."""
+    return token_scales(amax.reshape(1, 1)).reshape(())
+
+
+def channel_scales(w: Tensor) -> Tensor:
+    """w [N, K] -> fp32 [N], one scale per output channel."""
+    return token_scales(w).reshape(-1)
+
+
+def quantize_weight(w: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """w [N, K] float -> int8 [N, K] and its scales, fp32 [N] or [1]. ValueError if w holds NaN or Inf."""
+    if not torch.isfinite(w).all():
+        raise ValueError("weight: expected finite values, got NaN or Inf")
+    scales = channel_scales(w) if scheme.weights == "channel" else tensor_scale(w.float().abs().amax()).reshape(1)
+    return quantize(w, scales.reshape(-1, 1)), scales

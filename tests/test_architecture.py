@@ -1,0 +1,39 @@
+"""The house's arrows go one way: cli -> models -> nn -> ops -> _C; quant is pure mathematics."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import octofuse
+
+ROOT = Path(octofuse.__file__).parent
+ALLOWED = {
+    "testing": set(),
+    "quant": {"testing"},
+    "ops": {"_C", "testing"},
+    "nn": {"ops", "quant"},
+    "models": {"nn", "quant"},
+    "assets": set(),
+    "doctor": {"_C", "ops", "testing"},
+    "cli": {"_C", "assets", "doctor", "models", "nn", "quant"},
+}
+
+
+def test_imports_follow_the_arrows() -> None:
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        layer = parts[0]
+        if layer == "__init__":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                names = [f"{node.module}.{a.name}" if node.module == "octofuse" else node.module for a in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            for name in names:
+                if not name.startswith("octofuse.") or name == "octofuse.__version__":
+                    continue
+                target = name.split(".")[1]
+                assert target == layer or target in ALLOWED[layer], f"{path.name}: {layer} imports {target}"

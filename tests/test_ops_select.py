@@ -1,0 +1,85 @@
+"""Selection is a pure function: it runs here without a GPU, for any device that one can name."""
+
+from __future__ import annotations
+
+import pytest
+
+from octofuse import _C
+
+BUILT = str(_C.build_info()["architectures"]).split(";")
+needs_cuda_build = pytest.mark.skipif(BUILT == [""], reason="needs a CUDA build (no GPU)")
+needs_80 = pytest.mark.skipif("80" not in BUILT, reason="needs a build for 80")
+needs_90a = pytest.mark.skipif("90a" not in BUILT, reason="needs a build for 90a")
+
+
+def select(m=1024, n=1024, k=1024, *, out="float16", raw=False, double=False, engine="auto", cc=90, lt=True):
+    return _C.select(m, n, k, out, raw, double, engine, cc, 132, lt)
+
+
+def test_candidates_are_named_once() -> None:
+    names = _C.candidates()
+    assert len(names) == len(set(names))
+    assert {name.split("/")[0] for name in names} == {"cutlass_sm90", "cutlass_sm80", "cublaslt", "naive"}
+
+
+@needs_90a
+def test_hopper_takes_wgmma_for_fused_outputs() -> None:
+    assert select()["chosen"].startswith("cutlass_sm90/")
+
+
+@needs_90a
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"n": 1001}, "multiples of 16 bytes"),
+        ({"cc": 100}, "compute capability 9.0"),
+        ({"cc": 80}, "compute capability 9.0"),
+        ({"out": "float32", "double": True}, "double"),
+    ],
+)
+def test_sm90_declines_with_its_reason(change: dict, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        select(engine="cutlass_sm90", **change)
+
+
+@needs_80
+@pytest.mark.parametrize("cc", [80, 86, 89, 100, 120])
+def test_other_chips_take_mma(cc: int) -> None:
+    assert select(cc=cc)["chosen"].startswith("cutlass_sm80/")
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("cc", [70, 75])
+def test_too_old_chips_are_told_so(cc: int) -> None:
+    with pytest.raises(ValueError, match="holds no kernels for this device"):
+        select(cc=cc, lt=False)
+
+
+@needs_90a
+def test_int32_goes_to_cublaslt_unless_n_is_ragged() -> None:
+    assert select(out="int32", raw=True)["chosen"] == "cublaslt"
+    assert select(n=1001, out="int32", raw=True)["chosen"].startswith("cutlass_sm80/")
+    assert select(out="int32", raw=True, lt=False)["chosen"].startswith("cutlass_sm90/")
+    with pytest.raises(ValueError, match="libcublasLt could not be loaded"):
+        select(engine="cublaslt", lt=False)
+
+
+@needs_90a
+def test_few_rows_take_the_small_tile() -> None:
+    assert "64x128" in select(m=16)["chosen"]
+    assert "128x128" in select(m=8192, n=4096)["chosen"]
+
+
+def test_cpu_only_builds_serve_no_gpu() -> None:
+    if BUILT != [""]:
+        pytest.skip("a CUDA build")
+    with pytest.raises(ValueError, match="this build holds no"):
+        select(lt=False)
+
+
+@needs_90a
+@pytest.mark.parametrize("name", _C.candidates())
+def test_every_candidate_can_be_asked_for(name: str) -> None:
+    chosen = select(engine=name)
+    assert chosen["chosen"] == name
+    assert chosen["why"] == "asked for by name"
