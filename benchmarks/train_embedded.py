@@ -24,14 +24,14 @@ import time
 from pathlib import Path
 
 SEED = 20261121
-VOCABULARY = 6144
+VOCABULARY = 4096
 CONTEXT = 512
 END_OF_TEXT = "<|endoftext|>"
 # One module in twenty, chosen by the hash of its path: the split does not move when files are added.
 HELD_OUT_SHARE = 20
 CALIBRATION_MODULES = ("argparse.py", "heapq.py", "textwrap.py", "pathlib.py", "statistics.py", "calendar.py")
-CALIBRATION_BYTES = 120_000
-EVALUATION_BYTES = 240_000
+CALIBRATION_BYTES = 80_000
+EVALUATION_BYTES = 160_000
 
 
 def is_held_out(relative: str) -> bool:
@@ -138,7 +138,7 @@ def train(data: Path, out: Path, minutes: float, batch: int, peak_rate: float, d
     held_out = torch.from_numpy(arrays["held_out"].astype(np.int64))
     end = 0  # the tokenizer's first special token
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=CONTEXT, n_embd=256, n_layer=6, n_head=8, bos_token_id=end, eos_token_id=end,
+        vocab_size=VOCABULARY, n_positions=CONTEXT, n_embd=224, n_layer=5, n_head=7, bos_token_id=end, eos_token_id=end,
         embd_pdrop=dropout, attn_pdrop=0.0, resid_pdrop=dropout,
     )  # fmt: skip
     model = GPT2LMHeadModel(config).to(device)

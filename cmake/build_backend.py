@@ -75,7 +75,9 @@ def _configured(settings: dict | None) -> dict:
     if archs:
         configured.setdefault("cmake.define.OCTOFUSE_CUDA_ARCHS", archs)
     if not cuda:
-        print("octofuse: CPU-only build: no NVIDIA driver found (OCTOFUSE_CUDA=ON builds the kernels anyway)", flush=True)
+        print(
+            "octofuse: CPU-only build: no NVIDIA driver found (OCTOFUSE_CUDA=ON builds the kernels anyway)", flush=True
+        )
     return configured
 
 
@@ -91,11 +93,15 @@ def get_requires_for_build_sdist(config_settings: dict | None = None) -> list[st
     return _backend.get_requires_for_build_sdist(config_settings)
 
 
-def build_wheel(wheel_directory: str, config_settings: dict | None = None, metadata_directory: str | None = None) -> str:
+def build_wheel(
+    wheel_directory: str, config_settings: dict | None = None, metadata_directory: str | None = None
+) -> str:
     return _backend.build_wheel(wheel_directory, _configured(config_settings), metadata_directory)
 
 
-def build_editable(wheel_directory: str, config_settings: dict | None = None, metadata_directory: str | None = None) -> str:
+def build_editable(
+    wheel_directory: str, config_settings: dict | None = None, metadata_directory: str | None = None
+) -> str:
     return _backend.build_editable(wheel_directory, _configured(config_settings), metadata_directory)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DEVICES
 
 import octofuse
+from helpers import DEVICES
 from octofuse.testing import reference
 
 I8 = torch.int8
@@ -162,12 +162,20 @@ def test_alpha_refuses(device: str, alpha, error) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda t: octofuse.quantize_per_token(t.to(I8)), TypeError, "x: expected dtype float16 or bfloat16 or float32"),
+        (
+            lambda t: octofuse.quantize_per_token(t.to(I8)),
+            TypeError,
+            "x: expected dtype float16 or bfloat16 or float32",
+        ),
         (lambda t: octofuse.quantize_per_token(t.double()), TypeError, "x: expected dtype .*got float64"),
         (lambda t: octofuse.quantize_per_token(t[0, 0]), ValueError, "x: expected at least one dimension"),
         (lambda t: octofuse.quantize_per_token(t[:, :0]), ValueError, "x: expected a last dimension of at least 1"),
         (lambda t: octofuse.quantize_per_token(3), TypeError, "x: expected torch.Tensor, got int"),
-        (lambda t: octofuse.quantize_per_token(t.requires_grad_()), ValueError, "x: expected a tensor that needs no grad"),
+        (
+            lambda t: octofuse.quantize_per_token(t.requires_grad_()),
+            ValueError,
+            "x: expected a tensor that needs no grad",
+        ),
         (lambda t: octofuse.quantize_per_tensor(t, -1.0), ValueError, "scale: expected a finite number above 0"),
         (lambda t: octofuse.quantize_per_tensor(t, t[0]), ValueError, "scale: expected one element"),
         (lambda t: octofuse.quantize_per_tensor(t, t.half()[0, :1]), TypeError, "scale: expected dtype float32"),

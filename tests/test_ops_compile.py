@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
-from helpers import DEVICES, operands
 
 import octofuse
+from helpers import DEVICES, operands
 
 OPS = torch.ops.octofuse
 

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 import torch
-from helpers import engines, operands, served
 
 import octofuse
+from helpers import engines, operands, served
 from octofuse.testing import reference
 
 pytestmark = pytest.mark.gpu

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DEVICES, FLOATS, int8
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import octofuse
+from helpers import DEVICES, FLOATS, int8
 from octofuse.testing import reference
 from octofuse.testing.tolerance import assert_close
 

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from helpers import DEVICES, FLOATS, engines, int8, operands, served
 
 import octofuse
+from helpers import DEVICES, FLOATS, engines, int8, operands, served
 from octofuse.testing import reference
 from octofuse.testing.shapes import EXTENTS, MAX_K, ROWS
 from octofuse.testing.tolerance import assert_close
@@ -36,10 +36,11 @@ def test_int32_is_exact_in_every_engine(device: str, m: int, n: int, k: int) -> 
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("m", [2, 33])
 @pytest.mark.parametrize(("n", "k"), PAIRS)
 @pytest.mark.parametrize("out_dtype", FLOATS)
-def test_linear_is_the_formula_in_every_engine(device: str, n: int, k: int, out_dtype: torch.dtype) -> None:
-    p = operands(33, n, k, device)
+def test_linear_is_the_formula_in_every_engine(device: str, m: int, n: int, k: int, out_dtype: torch.dtype) -> None:
+    p = operands(m, n, k, device)
     want = reference.linear(p.x, p.w, p.x_scale, p.w_scale, p.bias, residual=p.residual, out_dtype=out_dtype)
     results = all_engines(
         lambda e: octofuse.i8f16_linear(
@@ -219,9 +220,7 @@ def test_residual_may_be_out(device: str) -> None:
     for name in engines(device):
         out = p.residual.clone()
         got = served(
-            lambda e, out=out: octofuse.i8f16_linear(
-                p.x, p.w, p.x_scale, p.w_scale, residual=out, out=out, engine=e
-            ),
+            lambda e, out=out: octofuse.i8f16_linear(p.x, p.w, p.x_scale, p.w_scale, residual=out, out=out, engine=e),
             name,
         )
         if got is not None:
@@ -251,7 +250,8 @@ def test_activations_over_their_whole_range(device: str, activation: str, out_dt
     w_scale = torch.logspace(-12, 6, 24, base=2.0, device=device)
     want = reference.linear(x, w, 1.0, w_scale, activation=activation, out_dtype=out_dtype)
     for name, got in all_engines(
-        lambda e: octofuse.i8f16_linear(x, w, 1.0, w_scale, activation=activation, out_dtype=out_dtype, engine=e), device
+        lambda e: octofuse.i8f16_linear(x, w, 1.0, w_scale, activation=activation, out_dtype=out_dtype, engine=e),
+        device,
     ).items():
         try:
             assert_close(got, want, activation=activation)

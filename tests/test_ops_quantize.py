@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DEVICES, FLOATS
 
 import octofuse
+from helpers import DEVICES, FLOATS
 from octofuse.testing import reference
 
 SHAPES = [(1, 1), (3, 7), (5, 100), (17, 768), (64, 1001), (2, 3, 255), (129, 3420), (4, 8192), (1, 131072)]
@@ -119,7 +119,7 @@ def test_no_rows(device: str) -> None:
 
 @pytest.mark.gpu
 def test_reciprocal_is_correctly_rounded() -> None:
-    """q of x = s * 127 hits the boundary of rounding if 1/s is off by one ulp: compare with the CPU over many scales."""
+    """An inverse that is off by one ulp moves values across rounding boundaries: compare with the CPU."""
     scales = torch.rand(4096, 1) * torch.logspace(-30, 30, 4096).unsqueeze(1)
     x = torch.randn(4096, 64) * scales * 127
     q, got = octofuse.quantize_per_token(x.cuda())

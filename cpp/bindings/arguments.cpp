@@ -75,7 +75,8 @@ Activation parse_activation(py::handle object) {
 
 ScaleView parse_scale(py::handle object, const char* name, int64_t count, const TensorView& reference) {
   ScaleView scale;
-  const bool is_number = PyFloat_Check(object.ptr()) != 0 || (PyLong_Check(object.ptr()) != 0 && !PyBool_Check(object.ptr()));
+  const bool is_number =
+      PyFloat_Check(object.ptr()) != 0 || (PyLong_Check(object.ptr()) != 0 && !PyBool_Check(object.ptr()));
   if (is_number) {
     scale.value = static_cast<float>(object.cast<double>());
     if (!std::isfinite(scale.value) || scale.value <= 0.0F) {
@@ -87,7 +88,8 @@ ScaleView parse_scale(py::handle object, const char* name, int64_t count, const 
   expect_dtype(tensor, {DType::kFloat32});
   expect_same_device(tensor, reference);
   const int64_t numel = tensor.numel();
-  const bool vector = (tensor.ndim() == 1 || (tensor.ndim() == 2 && tensor.size(1) == 1)) && count >= 0 && numel == count;
+  const bool vector =
+      (tensor.ndim() == 1 || (tensor.ndim() == 2 && tensor.size(1) == 1)) && count >= 0 && numel == count;
   // A scalar may come as [], [1] or [1, 1].
   if (numel == 1 && tensor.ndim() <= 2) {
     scale.data = tensor.data<float>();
@@ -108,8 +110,8 @@ TensorView parse_out(py::handle object, const std::vector<int64_t>& shape, DType
   const TensorView out(object, "out");
   expect_dtype(out, {dtype});
   expect_same_device(out, reference);
-  const bool same_shape = out.ndim() == static_cast<int>(shape.size()) &&
-                          std::equal(shape.begin(), shape.end(), out.dl.shape);
+  const bool same_shape =
+      out.ndim() == static_cast<int>(shape.size()) && std::equal(shape.begin(), shape.end(), out.dl.shape);
   if (!same_shape) refuse<ValueError>("out", "shape " + shape_of(shape), out.shape_text());
   if (out.rows() > 1 && out.row_stride() < out.size(out.ndim() - 1)) {
     refuse<ValueError>("out", "rows that do not overlap", "row stride " + std::to_string(out.row_stride()));

@@ -1,4 +1,5 @@
-// Argument checks shared by the ops. Each one throws TypeError or ValueError that names the argument, before any launch.
+// Argument checks shared by the ops. Each one throws TypeError or ValueError that names the argument, before any
+// launch.
 #pragma once
 
 #include <string>

@@ -67,7 +67,8 @@ void parse_bias(LinearCall& call, py::handle object) {
   if (bias.ndim() != 1 || bias.size(0) != call.args.n) {
     refuse<ValueError>("bias", "shape [" + std::to_string(call.args.n) + "]", bias.shape_text());
   }
-  if (!bias.is_contiguous()) refuse<ValueError>("bias", "a contiguous tensor", "stride " + std::to_string(bias.stride(0)));
+  if (!bias.is_contiguous())
+    refuse<ValueError>("bias", "a contiguous tensor", "stride " + std::to_string(bias.stride(0)));
   call.args.epilogue.bias = bias.data();
   call.args.epilogue.bias_type = bias.dtype;
 }
@@ -101,8 +102,8 @@ GemmProblem problem_of(const LinearCall& call) {
   problem.ldo = args.ldo;
   problem.out_aligned = reinterpret_cast<uintptr_t>(args.out) % 16 == 0;
   const Activation activation = args.epilogue.activation;
-  problem.double_activation = args.out_type == DType::kFloat32 && activation != Activation::kNone &&
-                              activation != Activation::kRelu;
+  problem.double_activation =
+      args.out_type == DType::kFloat32 && activation != Activation::kNone && activation != Activation::kRelu;
   return problem;
 }
 
@@ -113,8 +114,8 @@ py::object run(LinearCall& call, DType out_type, const std::string& engine, py::
   args.ldo = args.n;
   std::optional<TensorView> out;
   if (!out_object.is_none()) {
-    out.emplace(parse_out(out_object, call.out_shape, out_type, call.x,
-                          {&call.x, &call.w, call.bias ? &*call.bias : nullptr}));
+    out.emplace(
+        parse_out(out_object, call.out_shape, out_type, call.x, {&call.x, &call.w, call.bias ? &*call.bias : nullptr}));
     args.out = out->data();
     args.ldo = out->row_stride();
     if (call.residual && (call.residual->data() != args.out || args.epilogue.residual_ld != args.ldo ||
@@ -124,10 +125,10 @@ py::object run(LinearCall& call, DType out_type, const std::string& engine, py::
   }
   if (call.x.on_cpu()) return py::none();
   TensorFactory factory(call.x.dl.device);
-  const Decision decision = select(problem_of(call), device_capability(call.x.device()), engine);
-  py::object result = out ? py::reinterpret_borrow<py::object>(out_object)
-                          : factory.make(call.out_shape, out_type, &args.out);
-  run_gemm(*decision.chosen, args, call.x.device(), factory.current_stream(),
+  const Candidate& candidate = select(problem_of(call), device_capability(call.x.device()), engine);
+  py::object result =
+      out ? py::reinterpret_borrow<py::object>(out_object) : factory.make(call.out_shape, out_type, &args.out);
+  run_gemm(candidate, args, call.x.device(), factory.current_stream(),
            [&factory](size_t bytes) { return factory.scratch(bytes); });
   return result;
 }
@@ -146,8 +147,7 @@ py::object linear(py::handle x, py::handle w, py::handle x_scale, py::handle w_s
     epilogue.out_scale = parse_scale(out_scale, "out_scale", -1, call.x);
     return run(call, DType::kInt8, engine, out);
   }
-  const DType out_type =
-      parse_dtype(out_dtype, "out_dtype", {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  const DType out_type = parse_dtype(out_dtype, "out_dtype", {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
   return run(call, out_type, engine, out);
 }
 
@@ -180,20 +180,22 @@ std::vector<std::pair<int, double>> tune(py::handle x, py::handle w, bool int8_o
   return tune_cublaslt(call.args, call.x.device(), factory.current_stream(), allocate);
 }
 
-py::dict explain(int64_t m, int64_t n, int64_t k, const std::string& out_dtype, bool raw, bool double_activation,
-                 const std::string& engine, int compute_capability, int sm_count, bool cublaslt) {
+py::dict explain_problem(int64_t m, int64_t n, int64_t k, const std::string& out_dtype, bool raw,
+                         bool double_activation, const std::string& engine, int compute_capability, int sm_count,
+                         bool cublaslt) {
   GemmProblem problem;
   problem.m = m;
   problem.n = n;
   problem.k = k;
-  problem.out = parse_dtype(out_dtype, "out_dtype", {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8, DType::kInt32});
+  problem.out = parse_dtype(out_dtype, "out_dtype",
+                            {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8, DType::kInt32});
   problem.raw = raw;
   problem.ldo = n;
   problem.double_activation = double_activation;
   Capability capability = capability_for(compute_capability, sm_count);
   capability.cublaslt = cublaslt;
   capability.cublaslt_why = "libcublasLt could not be loaded";
-  const Decision decision = select(problem, capability, engine);
+  const Decision decision = explain(problem, capability, engine);
   py::dict result;
   result["chosen"] = decision.chosen->name;
   result["why"] = decision.why;
@@ -208,7 +210,7 @@ void bind_gemm(py::module_& module) {
              py::arg("activation"), py::arg("residual"), py::arg("out_dtype"), py::arg("out_scale"), py::arg("engine"),
              py::arg("out"));
   module.def("matmul", &matmul, py::arg("x"), py::arg("w"), py::arg("alpha"), py::arg("engine"), py::arg("out"));
-  module.def("select", &explain, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("raw"),
+  module.def("select", &explain_problem, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("raw"),
              py::arg("double_activation"), py::arg("engine"), py::arg("compute_capability"), py::arg("sm_count"),
              py::arg("cublaslt"));
   module.def("candidates", [] {

@@ -155,8 +155,7 @@ DLManagedTensorVersioned* TensorFactory::allocate(int64_t* shape, int ndim, DTyp
   DLManagedTensorVersioned* tensor = nullptr;
   std::string message;
   const int status = exchange_api()->managed_tensor_allocator(
-      &prototype, &tensor, &message,
-      [](void* context, const char* kind, const char* text) {
+      &prototype, &tensor, &message, [](void* context, const char* kind, const char* text) {
         *static_cast<std::string*>(context) = std::string(kind) + ": " + text;
       });
   if (status != 0) throw RuntimeError("out of memory or no allocator: " + message);

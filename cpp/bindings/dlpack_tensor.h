@@ -45,8 +45,8 @@ class TensorView {
   std::string dtype_text() const;   // "float64"
   bool is_contiguous() const;
 
-  // The tensor read as [rows, size(-1)]: the distance between rows in elements. Throws ValueError if the last dimension is
-  // not dense or the leading ones do not collapse into one.
+  // The tensor read as [rows, size(-1)]: the distance between rows in elements. Throws ValueError if the last dimension
+  // is not dense or the leading ones do not collapse into one.
   int64_t row_stride() const;
   int64_t rows() const;  // product of all dimensions but the last
 

@@ -13,7 +13,16 @@ from octofuse.ops import cpu, engines, i8f16_linear, i8i32_matmul
 from octofuse.testing import reference
 
 # Remainders of every tile, odd K (padded inside), one row and many.
-SHAPES = ((1, 1, 1), (1, 8, 16), (3, 7, 5), (17, 100, 255), (33, 256, 64), (64, 15, 768), (129, 384, 100), (200, 130, 48))
+SHAPES = (
+    (1, 1, 1),
+    (1, 8, 16),
+    (3, 7, 5),
+    (17, 100, 255),
+    (33, 256, 64),
+    (64, 15, 768),
+    (129, 384, 100),
+    (200, 130, 48),
+)
 
 
 def report() -> dict[str, Any]:
@@ -31,7 +40,9 @@ def report() -> dict[str, Any]:
         if result["build"]["cuda"]:
             result["devices"] += [describe_gpu(index) for index in range(torch.cuda.device_count())]
         else:
-            result["note"] = "a CUDA device is present, but this octofuse is CPU-only: reinstall it with OCTOFUSE_CUDA=ON"
+            result["note"] = (
+                "a CUDA device is present, but this octofuse is CPU-only: reinstall it with OCTOFUSE_CUDA=ON"
+            )
     return result
 
 
@@ -63,7 +74,13 @@ def describe_gpu(index: int) -> dict[str, Any]:
         except ValueError as error:
             reasons[name] = str(error).rpartition(f"{name}: ")[2]
     device = f"cuda:{index}"
-    return {"device": device, "name": torch.cuda.get_device_name(index), **info, "engines": reasons, **self_test(device)}
+    return {
+        "device": device,
+        "name": torch.cuda.get_device_name(index),
+        **info,
+        "engines": reasons,
+        **self_test(device),
+    }
 
 
 def self_test(device: str) -> dict[str, Any]:

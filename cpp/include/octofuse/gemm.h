@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -24,8 +25,8 @@ enum class Engine : int8_t { kCutlassSm90, kCutlassSm80, kCublasLt, kNaive };
 struct GemmProblem {
   int64_t m = 0, n = 0, k = 0;
   DType out = DType::kFloat16;
-  bool raw = false;        // int32 accumulators, or one host factor to int8: what cuBLASLt can write itself
-  int64_t ldo = 0;         // leading dimension of the output in elements
+  bool raw = false;                // int32 accumulators, or one host factor to int8: what cuBLASLt can write itself
+  int64_t ldo = 0;                 // leading dimension of the output in elements
   bool out_aligned = true;         // output pointer is 16-byte aligned
   bool double_activation = false;  // fp32 output through gelu, gelu_tanh or silu
 };
@@ -43,21 +44,24 @@ const std::vector<Candidate>& candidates();
 
 struct Decision {
   const Candidate* chosen = nullptr;
-  std::string why;                                             // one line
+  std::string why;                                            // one line
   std::vector<std::pair<std::string, std::string>> declined;  // candidate name, reason
 };
 
 // A pure function of the problem, the capability and the wish. `engine` is "auto", an engine's name ("cutlass",
 // "cutlass_sm90", "cutlass_sm80", "cublaslt", "naive") or a candidate's whole name. Throws ValueError for an unknown
-// name and for a wish that cannot be served (with the reason).
-Decision select(const GemmProblem& problem, const Capability& capability, const std::string& engine);
+// name and for a wish that cannot be served (with the reason). It runs in every call and allocates nothing.
+const Candidate& select(const GemmProblem& problem, const Capability& capability, std::string_view engine);
+
+// The same choice with a reason for every other candidate that the wish names.
+Decision explain(const GemmProblem& problem, const Capability& capability, std::string_view engine);
 
 // Everything a kernel reads beside x and w. Plain data: it is passed to kernels by value.
 struct EpilogueArgs {
-  ScaleView x_scale;    // fp32, one or [M]
-  ScaleView w_scale;    // fp32, one or [N]
-  ScaleView out_scale;  // fp32, one; int8 output only
-  const void* bias = nullptr;  // [N], bias_type, stride 1
+  ScaleView x_scale;               // fp32, one or [M]
+  ScaleView w_scale;               // fp32, one or [N]
+  ScaleView out_scale;             // fp32, one; int8 output only
+  const void* bias = nullptr;      // [N], bias_type, stride 1
   const void* residual = nullptr;  // [M, N], residual_type, row stride residual_ld
   int64_t residual_ld = 0;
   DType bias_type = DType::kFloat32;

@@ -1,4 +1,5 @@
-// Symmetric quantisation: s = amax / 127, r = 1 / s (each rounded once to fp32), q = clamp(rne(float(x) * r), -127, 127).
+// Symmetric quantisation: s = amax / 127, r = 1 / s (each rounded once to fp32), q = clamp(rne(float(x) * r), -127,
+// 127).
 #pragma once
 
 #include <cstdint>
@@ -13,9 +14,9 @@ struct QuantizeArgs {
   const void* x = nullptr;  // [rows, cols], fp16/bf16/fp32, row stride ldx
   int64_t ldx = 0;
   DType x_type = DType::kFloat16;
-  int8_t* q = nullptr;        // [rows, cols], contiguous
-  float* scales = nullptr;    // [rows]: written by quantize_per_token
-  ScaleView scale;            // read by quantize_per_tensor
+  int8_t* q = nullptr;      // [rows, cols], contiguous
+  float* scales = nullptr;  // [rows]: written by quantize_per_token
+  ScaleView scale;          // read by quantize_per_tensor
 };
 
 // q = quantised x with one given scale. NaN becomes 0; infinities saturate.

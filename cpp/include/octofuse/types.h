@@ -9,9 +9,7 @@ namespace octofuse {
 enum class DType : int8_t { kInt8, kInt32, kFloat16, kBFloat16, kFloat32, kOther };
 
 constexpr size_t size_of(DType type) {
-  return type == DType::kInt8                                    ? 1
-         : type == DType::kFloat16 || type == DType::kBFloat16 ? 2
-                                                                 : 4;
+  return type == DType::kInt8 ? 1 : type == DType::kFloat16 || type == DType::kBFloat16 ? 2 : 4;
 }
 
 constexpr const char* name_of(DType type) {

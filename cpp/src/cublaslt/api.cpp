@@ -17,8 +17,8 @@ Api load() {
     loaded.why_not = soname + " could not be loaded";
     return loaded;
   }
-#define OCTOFUSE_RESOLVE(name)                                                     \
-  loaded.name = reinterpret_cast<decltype(loaded.name)>(dlsym(library, #name));    \
+#define OCTOFUSE_RESOLVE(name)                                                  \
+  loaded.name = reinterpret_cast<decltype(loaded.name)>(dlsym(library, #name)); \
   if (loaded.name == nullptr) loaded.why_not = soname + " has no function " #name;
   OCTOFUSE_CUBLASLT_FUNCTIONS(OCTOFUSE_RESOLVE)
 #undef OCTOFUSE_RESOLVE

@@ -5,7 +5,8 @@
 //     out^T = w x^T.
 // w [N, K] row-major is, by columns, w^T [K, N] with leading dimension ldw: the library's A, transposed (A^T = w).
 // x [M, K] row-major is, by columns, x^T [K, M] with leading dimension ldx: the library's B, as it is.
-// So A is the weight, B the activation, and the library's (m, n, k) are our (N, M, K). This is the only place that swaps.
+// So A is the weight, B the activation, and the library's (m, n, k) are our (N, M, K). This is the only place that
+// swaps.
 #include "cublaslt/matmul.h"
 
 #include <algorithm>

@@ -16,8 +16,9 @@ __device__ inline float scale_at(const ScaleView& scale, int64_t index) {
   return scale.data != nullptr ? __ldg(scale.data + index * scale.step) : scale.value;
 }
 
-// 1 / s rounded once to fp32 for every s, without a subroutine call (a call in a kernel serialises its wgmmas): a double
-// approximation good to 2^-50 cannot round to the wrong fp32 neighbour, since 1/s stays 2^-48 away from every midpoint.
+// 1 / s rounded once to fp32 for every s, without a subroutine call (a call in a kernel serialises its wgmmas): a
+// double approximation good to 2^-50 cannot round to the wrong fp32 neighbour, since 1/s stays 2^-48 away from every
+// midpoint.
 __device__ inline float reciprocal(float s) {
   const double d = s;
   double r;
@@ -33,8 +34,8 @@ __device__ inline float exp_approximate(float z) {
   return e;
 }
 
-// t / (1 + exp(z)) without cancellation, without a subroutine call and with two special-function instructions. For z < 0
-// (most of t's weight is kept) it is t - t * s with the small s = exp(z) / (1 + exp(z)), so that only s carries the
+// t / (1 + exp(z)) without cancellation, without a subroutine call and with two special-function instructions. For z <
+// 0 (most of t's weight is kept) it is t - t * s with the small s = exp(z) / (1 + exp(z)), so that only s carries the
 // approximations' error.
 __device__ inline float times_logistic(float t, float z) {
   const float e = exp_approximate(fminf(z, 80.0F));
@@ -47,8 +48,9 @@ __device__ inline float times_logistic(float t, float z) {
   return z < 0.0F ? large : __fmul_rn(t, inverse);
 }
 
-// Activations for fp16, bf16 and int8 outputs. The forms do not cancel: gelu goes through erfc, gelu_tanh and silu through
-// the logistic function, so the relative error stays near 1e-5 in the negative tail, where 1 + erf loses all digits.
+// Activations for fp16, bf16 and int8 outputs. The forms do not cancel: gelu goes through erfc, gelu_tanh and silu
+// through the logistic function, so the relative error stays near 1e-5 in the negative tail, where 1 + erf loses all
+// digits.
 template <Activation kActivation>
 __device__ inline float activate(float t) {
   if constexpr (kActivation == Activation::kRelu) {
@@ -76,10 +78,22 @@ static __device__ __noinline__ float activate_accurate(float t, Activation activ
   }
 }
 
+// Over a fragment. A long one is a rolled loop over its first four values that rotates the fragment through registers:
+// unrolled over a whole tile, the activation's code outgrows the instruction cache and costs more than it computes.
 template <Activation kActivation, int kSize>
 __device__ inline void activate_all(float (&t)[kSize]) {
+  constexpr int kGroup = kSize > 4 && kActivation != Activation::kRelu ? 4 : kSize;
+  static_assert(kSize % kGroup == 0);
+#pragma unroll 1
+  for (int step = 0; step < kSize / kGroup; ++step) {
+    float head[kGroup];
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) t[i] = activate<kActivation>(t[i]);
+    for (int i = 0; i < kGroup; ++i) head[i] = activate<kActivation>(t[i]);
+#pragma unroll
+    for (int i = 0; i + kGroup < kSize; ++i) t[i] = t[i + kGroup];
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) t[kSize - kGroup + i] = head[i];
+  }
 }
 
 template <class T>
@@ -127,7 +141,8 @@ struct Operands {
 
 // residual[m, n] in fp32; the switch on its type stands outside the loop.
 template <class T, int kSize>
-__device__ inline void load_residual_as(const Coordinates<kSize>& at, const EpilogueArgs& args, float (&residual)[kSize]) {
+__device__ inline void load_residual_as(const Coordinates<kSize>& at, const EpilogueArgs& args,
+                                        float (&residual)[kSize]) {
   const T* data = static_cast<const T*>(args.residual);
 #pragma unroll
   for (int i = 0; i < kSize; ++i) residual[i] = to_float(data[at.row(i) * args.residual_ld + at.column(i)]);
@@ -147,7 +162,8 @@ __device__ inline void load_residual(const Coordinates<kSize>& at, const Epilogu
 
 // All operands straight from global memory: for kernels whose epilogue is not their bottleneck.
 template <int kSize>
-__device__ inline void load_operands(const Coordinates<kSize>& at, const EpilogueArgs& args, Operands<kSize>& operands) {
+__device__ inline void load_operands(const Coordinates<kSize>& at, const EpilogueArgs& args,
+                                     Operands<kSize>& operands) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
     operands.w_scale[i] = scale_at(args.w_scale, at.column(i));

@@ -1,13 +1,13 @@
-// CUTLASS 2, mma.sync int8 (sm_80 and every later chip): the same formula behind a visitor that stores by itself, so that
-// one kernel serves every output type and every alignment of the output.
+// CUTLASS 2, mma.sync int8 (sm_80 and every later chip): the same formula behind a visitor that stores by itself, so
+// that one kernel serves every output type and every alignment of the output.
 #pragma once
 
 #include <cutlass/cutlass.h>
 // The visitors below do not include what they use, so this one comes first.
 #include <cutlass/gemm/kernel/default_gemm_universal_with_visitor.h>
 
-#include <cutlass/epilogue/threadblock/fusion/visitors.hpp>
 #include <cutlass/gemm/device/gemm_universal_adapter.h>
+#include <cutlass/epilogue/threadblock/fusion/visitors.hpp>
 
 #include "cutlass/epilogues.cuh"
 #include "cutlass/gemm_cutlass.h"
@@ -73,8 +73,8 @@ struct FormulaStore : cutlass::epilogue::threadblock::VisitorImpl2x<> {
   CUTLASS_DEVICE auto get_callbacks(cutlass::gemm::GemmCoord tile, int thread, ProblemShape shape) {
     using namespace cute;
     // (column access, row access, iteration) -> coordinate of the access's first element
-    auto coordinates = group_modes<2, 5>(
-        ThreadMap::partition(make_identity_tensor(shape), thread, tile)(_0{}, _, _, _, _, _));
+    auto coordinates =
+        group_modes<2, 5>(ThreadMap::partition(make_identity_tensor(shape), thread, tile)(_0{}, _, _, _, _, _));
     return Callbacks<decltype(coordinates)>(coordinates, get<0>(shape), get<1>(shape), params_);
   }
 

@@ -2,12 +2,12 @@
 // A new tile is one line in tiles_sm90.h; a new output type is one file gemm_sm90_<type>.cu.
 #pragma once
 
-#include <cute/tensor.hpp>
 #include <cutlass/cutlass.h>
+#include <cutlass/gemm/device/gemm_universal_adapter.h>
+#include <cute/tensor.hpp>
 #include <cutlass/epilogue/collective/collective_builder.hpp>
 #include <cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp>
 #include <cutlass/gemm/collective/collective_builder.hpp>
-#include <cutlass/gemm/device/gemm_universal_adapter.h>
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
 
 #include <type_traits>
@@ -21,7 +21,8 @@ namespace octofuse::sm90 {
 
 // The epilogue as a leaf of CUTLASS's visitor tree: it sees int32 accumulators with their coordinates and returns
 // finished outputs, which the collective stores through shared memory and TMA. A tile's row and column vectors are read
-// once into shared memory, already as fp32: types and flags stay run-time switches, and no tile is compiled twice for them.
+// once into shared memory, already as fp32: types and flags stay run-time switches, and no tile is compiled twice for
+// them.
 template <class Element, class Out, int kTileM, int kTileN>
 struct FormulaNode : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
   struct SharedStorage {
@@ -58,8 +59,7 @@ struct FormulaNode : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
   CUTLASS_DEVICE bool is_C_load_needed() const { return false; }
 
   template <class... Args>
-  CUTLASS_DEVICE auto get_producer_load_callbacks(
-      cutlass::epilogue::fusion::detail::ProducerLoadArgs<Args...> const&) {
+  CUTLASS_DEVICE auto get_producer_load_callbacks(cutlass::epilogue::fusion::detail::ProducerLoadArgs<Args...> const&) {
     return cutlass::epilogue::fusion::detail::EmptyProducerLoadCallbacks{};
   }
 
@@ -68,8 +68,17 @@ struct FormulaNode : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
     CUTLASS_DEVICE ConsumerStoreCallbacks(ThreadCoordinates coordinates, int tile_m, int tile_n, int thread_m,
                                           int thread_n, int m_end, int n_end, int thread, int threads,
                                           Params const* params, SharedStorage* shared)
-        : coordinates(coordinates), tile_m(tile_m), tile_n(tile_n), thread_m(thread_m), thread_n(thread_n),
-          m_end(m_end), n_end(n_end), thread(thread), threads(threads), params(params), shared(shared) {}
+        : coordinates(coordinates),
+          tile_m(tile_m),
+          tile_n(tile_n),
+          thread_m(thread_m),
+          thread_n(thread_n),
+          m_end(m_end),
+          n_end(n_end),
+          thread(thread),
+          threads(threads),
+          params(params),
+          shared(shared) {}
 
     // Once a tile, before its first fragment. The collective synchronises the warpgroup behind it, and has synchronised
     // the last tile's readers already: its TMA store needs that.
@@ -135,9 +144,10 @@ struct FormulaNode : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
     const int n_end = get<1>(args.problem_shape_mnkl);
     const int tile_m = m_end - get<0>(args.residue_cD);
     const int tile_n = n_end - get<1>(args.residue_cD);
-    return ConsumerStoreCallbacks<decltype(args.tCcD)>(
-        args.tCcD, tile_m, tile_n, m_end - get<0>(args.residue_tCcD) - tile_m,
-        n_end - get<1>(args.residue_tCcD) - tile_n, m_end, n_end, args.thread_idx, size(args.tiled_mma), params_, shared_);
+    return ConsumerStoreCallbacks<decltype(args.tCcD)>(args.tCcD, tile_m, tile_n,
+                                                       m_end - get<0>(args.residue_tCcD) - tile_m,
+                                                       n_end - get<1>(args.residue_tCcD) - tile_n, m_end, n_end,
+                                                       args.thread_idx, size(args.tiled_mma), params_, shared_);
   }
 
   Params const* params_ = nullptr;
@@ -203,8 +213,8 @@ struct Kernel {
     // Given here, so that no launch asks the driver for it.
     arguments.hw_info.sm_count = device_capability(device).sm_count;
 
-    allow_shared_memory(reinterpret_cast<const void*>(cutlass::device_kernel<GemmKernel>), GemmKernel::SharedStorageSize,
-                        device, raised_);
+    allow_shared_memory(reinterpret_cast<const void*>(cutlass::device_kernel<GemmKernel>),
+                        GemmKernel::SharedStorageSize, device, raised_);
     auto params = GemmKernel::to_underlying_arguments(arguments, nullptr);
     const cutlass::Status status = Gemm::run(params, stream);
     if (status != cutlass::Status::kSuccess) throw_launch_error("cutlass_sm90", cutlassGetStatusString(status));

@@ -1,5 +1,5 @@
-// Stands in for everything that launches in a build without CUDA. The bindings refuse CUDA tensors first, so a call that
-// arrives here asked about a device by number.
+// Stands in for everything that launches in a build without CUDA. The bindings refuse CUDA tensors first, so a call
+// that arrives here asked about a device by number.
 #include "octofuse/error.h"
 #include "octofuse/gemm.h"
 #include "octofuse/quantize.h"

@@ -21,41 +21,47 @@ const std::vector<Candidate>& candidates() {
 
 namespace {
 
-// Each engine states its own preconditions: an empty answer means that it can serve.
+// Each engine states its own preconditions: nullptr means that it can serve.
 
-std::string why_not_sm90(const GemmProblem& problem, const Capability& capability) {
+const char* why_not_sm90(const GemmProblem& problem, const Capability& capability) {
   if (capability.compute_capability != 90) return "needs compute capability 9.0 (wgmma)";
   if (!capability.kernels_sm90a) return "this build holds no sm_90a kernels";
-  if (!problem.out_aligned || problem.ldo * static_cast<int64_t>(size_of(problem.out)) % 16 != 0) {
-    return "TMA stores need output rows that start at multiples of 16 bytes";
+  // The width too: TMA clips a row's end to 16 bytes, so a narrower edge would write beside the output.
+  const auto size = static_cast<int64_t>(size_of(problem.out));
+  if (!problem.out_aligned || problem.ldo * size % 16 != 0 || problem.n * size % 16 != 0) {
+    return "TMA stores need output rows that start and end at multiples of 16 bytes";
   }
   if (problem.double_activation) return "fp32 output evaluates gelu and silu in double, which would serialise wgmma";
-  return "";
+  return nullptr;
 }
 
-std::string why_not_sm80(const Capability& capability) {
+const char* why_not_sm80(const Capability& capability) {
   if (capability.compute_capability < 80) return "needs compute capability 8.0 (mma.sync int8 with cp.async)";
   if (!capability.kernels_mma) return "this build holds no mma.sync kernels for this device";
-  return "";
+  return nullptr;
 }
 
-std::string why_not_cublaslt(const GemmProblem& problem, const Capability& capability) {
-  if (!capability.cublaslt) return capability.cublaslt_why;
+const char* why_not_cublaslt(const GemmProblem& problem, const Capability& capability) {
+  if (!capability.cublaslt) return capability.cublaslt_why.c_str();
   if (capability.compute_capability < 75) return "int8 tensor cores need compute capability 7.5";
   if (problem.n % 4 != 0) return "N must be a multiple of 4";
-  // What it cannot fuse goes through a contiguous int32 buffer, so only raw outputs carry the caller's stride.
-  if (problem.raw && problem.ldo % 4 != 0) return "output rows must be a multiple of 4 elements apart";
-  if (problem.raw && !problem.out_aligned) return "the output must start at a multiple of 16 bytes";
-  return "";
+  if (problem.raw) {
+    // What it cannot fuse goes through a contiguous int32 buffer, so only raw outputs carry the caller's stride.
+    if (problem.ldo % 4 != 0) return "output rows must be a multiple of 4 elements apart";
+    if (!problem.out_aligned) return "the output must start at a multiple of 16 bytes";
+    return nullptr;
+  }
+  if (!capability.kernels_naive) return "this build holds no dequantising kernel for this device";
+  return nullptr;
 }
 
-std::string why_not_naive(const GemmProblem& problem, const Capability& capability) {
+const char* why_not_naive(const GemmProblem& problem, const Capability& capability) {
   if (!capability.kernels_naive) return "this build holds no kernels for this device";
   if (problem.n > 16 * int64_t{65535}) return "its grid covers at most 1048560 columns";
-  return "";
+  return nullptr;
 }
 
-std::string why_not(const Candidate& candidate, const GemmProblem& problem, const Capability& capability) {
+const char* why_not(const Candidate& candidate, const GemmProblem& problem, const Capability& capability) {
   switch (candidate.engine) {
     case Engine::kCutlassSm90:
       return why_not_sm90(problem, capability);
@@ -68,17 +74,18 @@ std::string why_not(const Candidate& candidate, const GemmProblem& problem, cons
   }
 }
 
-bool matches(const Candidate& candidate, const std::string& wish) {
-  const std::string name = candidate.name;
+bool matches(const Candidate& candidate, std::string_view wish) {
+  const std::string_view name = candidate.name;
   return wish == "auto" || name == wish || name.substr(0, name.find('/')) == wish ||
-         (wish == "cutlass" && name.rfind("cutlass_", 0) == 0);
+         (wish == "cutlass" && name.substr(0, 8) == "cutlass_");
 }
 
 // Lower is better. A placeholder for measured tables: waves of tiles over the SMs, then the engine's own rank.
 double cost(const Candidate& candidate, const GemmProblem& problem, const Capability& capability) {
   const double sms = std::max(1, capability.sm_count);
   const auto tiles = [&](int tile_m, int tile_n) {
-    return static_cast<double>((problem.m + tile_m - 1) / tile_m) * static_cast<double>((problem.n + tile_n - 1) / tile_n);
+    return static_cast<double>((problem.m + tile_m - 1) / tile_m) *
+           static_cast<double>((problem.n + tile_n - 1) / tile_n);
   };
   switch (candidate.engine) {
     case Engine::kCublasLt:
@@ -88,7 +95,8 @@ double cost(const Candidate& candidate, const GemmProblem& problem, const Capabi
     default: {
       const double waves = std::max(1.0, tiles(candidate.tile_m, candidate.tile_n) / sms);
       const double per_tile = candidate.tile_m * static_cast<double>(candidate.tile_n);
-      // A smaller tile re-reads its operands more often: 15 % is what the first scan showed between the two sm_90a tiles.
+      // A smaller tile re-reads its operands more often: 15 % is what the first scan showed between the two sm_90a
+      // tiles.
       const double smaller = candidate.tile != 0 ? 1.15 : 1.0;
       const double older = candidate.engine == Engine::kCutlassSm80 ? 2.0 : 1.0;
       return waves * per_tile * smaller * older;
@@ -96,40 +104,52 @@ double cost(const Candidate& candidate, const GemmProblem& problem, const Capabi
   }
 }
 
+// The cheapest candidate that the wish names and that can serve; nullptr if there is none.
+const Candidate* cheapest(const GemmProblem& problem, const Capability& capability, std::string_view engine) {
+  const Candidate* best = nullptr;
+  double best_cost = 0.0;
+  for (const Candidate& candidate : candidates()) {
+    if (!matches(candidate, engine) || why_not(candidate, problem, capability) != nullptr) continue;
+    const double candidate_cost = cost(candidate, problem, capability);
+    if (best == nullptr || candidate_cost < best_cost) {
+      best = &candidate;
+      best_cost = candidate_cost;
+    }
+  }
+  return best;
+}
+
+[[noreturn]] void refuse_engine(const GemmProblem& problem, const Capability& capability, std::string_view engine) {
+  std::string names = "'auto', 'cutlass'";
+  std::string reasons;
+  for (const Candidate& candidate : candidates()) {
+    names += std::string(", '") + candidate.name + "'";
+    if (matches(candidate, engine)) {
+      reasons += std::string("; ") + candidate.name + ": " + why_not(candidate, problem, capability);
+    }
+  }
+  const std::string quoted = "'" + std::string(engine) + "'";
+  if (reasons.empty()) refuse<ValueError>("engine", "one of " + names + " or the part before '/'", quoted);
+  refuse<ValueError>("engine", "one that can serve this call", quoted + reasons);
+}
+
 }  // namespace
 
-Decision select(const GemmProblem& problem, const Capability& capability, const std::string& engine) {
+const Candidate& select(const GemmProblem& problem, const Capability& capability, std::string_view engine) {
+  const Candidate* chosen = cheapest(problem, capability, engine);
+  if (chosen == nullptr) refuse_engine(problem, capability, engine);
+  return *chosen;
+}
+
+Decision explain(const GemmProblem& problem, const Capability& capability, std::string_view engine) {
   Decision decision;
-  double best = 0.0;
-  bool known = false;
-  for (const Candidate& candidate : candidates()) {
-    if (!matches(candidate, engine)) continue;
-    known = true;
-    const std::string reason = why_not(candidate, problem, capability);
-    if (!reason.empty()) {
-      decision.declined.emplace_back(candidate.name, reason);
-      continue;
-    }
-    const double candidate_cost = cost(candidate, problem, capability);
-    if (decision.chosen == nullptr || candidate_cost < best) {
-      if (decision.chosen != nullptr) decision.declined.emplace_back(decision.chosen->name, "ranked behind");
-      decision.chosen = &candidate;
-      best = candidate_cost;
-    } else {
-      decision.declined.emplace_back(candidate.name, "ranked behind");
-    }
-  }
-  if (!known) {
-    std::string names = "'auto', 'cutlass'";
-    for (const Candidate& candidate : candidates()) names += std::string(", '") + candidate.name + "'";
-    refuse<ValueError>("engine", "one of " + names + " or the part before '/'", "'" + engine + "'");
-  }
-  if (decision.chosen == nullptr) {
-    std::string reasons;
-    for (const auto& [name, reason] : decision.declined) reasons += "; " + name + ": " + reason;
-    refuse<ValueError>("engine", "one that can serve this call", "'" + engine + "'" + reasons);
-  }
+  decision.chosen = &select(problem, capability, engine);
   decision.why = engine == "auto" ? "lowest estimated cost of the kernels that can serve" : "asked for by name";
+  for (const Candidate& candidate : candidates()) {
+    if (&candidate == decision.chosen || !matches(candidate, engine)) continue;
+    const char* reason = why_not(candidate, problem, capability);
+    decision.declined.emplace_back(candidate.name, reason != nullptr ? reason : "ranked behind");
+  }
   return decision;
 }
 

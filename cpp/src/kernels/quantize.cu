@@ -165,8 +165,7 @@ void quantize_per_tensor(const QuantizeArgs& args, int device, Stream stream) {
   const unsigned blocks = blocks_for(args.rows * ((args.cols + kVector - 1) / kVector));
   for_float_type(args.x_type, [&](auto* type) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
-    quantize_tensor_kernel<T>
-        <<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args, can_vectorise(args));
+    quantize_tensor_kernel<T><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args, can_vectorise(args));
   });
   check_launch("quantize_per_tensor");
 }
@@ -177,8 +176,7 @@ void quantize_per_token(const QuantizeArgs& args, int device, Stream stream) {
   const auto blocks = static_cast<unsigned>(std::min(args.rows, int64_t{kMaxExtent}));
   for_float_type(args.x_type, [&](auto* type) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
-    quantize_token_kernel<T>
-        <<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args, can_vectorise(args));
+    quantize_token_kernel<T><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args, can_vectorise(args));
   });
   check_launch("quantize_per_token");
 }
@@ -202,7 +200,7 @@ void pad_rows(const int8_t* source, int64_t rows, int64_t cols, int64_t ld, int8
   if (rows == 0) return;
   const DeviceGuard guard(device);
   pad_kernel<<<blocks_for(rows * padded), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(source, rows, cols, ld, out,
-                                                                                          padded);
+                                                                                            padded);
   check_launch("pad_rows");
 }
 

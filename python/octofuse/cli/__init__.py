@@ -37,8 +37,12 @@ def demo(
 def quantize(
     model: Annotated[str, typer.Argument(help="a folder, a hub name such as gpt2, or 'embedded'")],
     output: Annotated[Path, typer.Option("-o", "--output", help="a new folder")],
-    scheme: Annotated[str, typer.Option(help="w8a8-dynamic, w8a8-static, w8a8-static-tensor or w8a8-dynamic-tensor")] = "w8a8-dynamic",
-    calibration: Annotated[Path | None, typer.Option(help="text file for static schemes; default: a text that ships")] = None,
+    scheme: Annotated[
+        str, typer.Option(help="w8a8-dynamic, w8a8-static, w8a8-static-tensor or w8a8-dynamic-tensor")
+    ] = "w8a8-dynamic",
+    calibration: Annotated[
+        Path | None, typer.Option(help="text file for static schemes; default: a text that ships")
+    ] = None,
     device: Device = "auto",
 ) -> None:
     """Quantise a model and write it, with its tokenizer, to a folder."""
@@ -73,7 +77,9 @@ def generate(
 
     with _plain_errors():
         loaded, tokenizer = load_any(model, pick_device(device))
-        console.print(generate_text(loaded, tokenizer, prompt, new_tokens, temperature, seed), markup=False, highlight=False)
+        console.print(
+            generate_text(loaded, tokenizer, prompt, new_tokens, temperature, seed), markup=False, highlight=False
+        )
 
 
 @app.command(name="eval")

@@ -133,6 +133,8 @@ def generate_text(model: Any, tokenizer: Any, prompt: str, new_tokens: int, temp
     end = tokenizer.eos_token_id
     ids = ids.to(next(model.parameters()).device)
     mask = torch.ones_like(ids)
-    output = model.generate(ids, attention_mask=mask, max_new_tokens=min(new_tokens, room), pad_token_id=end, **sampling)
+    output = model.generate(
+        ids, attention_mask=mask, max_new_tokens=min(new_tokens, room), pad_token_id=end, **sampling
+    )
     text: str = tokenizer.decode(output[0], skip_special_tokens=True)
     return text

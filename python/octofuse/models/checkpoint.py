@@ -1,7 +1,7 @@
-"""Quantised checkpoints: a folder with config.json, model.safetensors and the tokenizer's files.
+"""Quantised checkpoints: a folder with config.json, octofuse.safetensors and the tokenizer's files.
 
-config.json carries `quantization_config: {"quant_method": "octofuse", "scheme": ..., "version": 1}`, so that a reader
-without octofuse stops instead of reading int8 bytes as floats.
+config.json carries `quantization_config: {"quant_method": "octofuse", "scheme": ..., "version": 1}`. The weights do not
+lie in model.safetensors: transformers skips quantisation methods that it does not know and would read int8 bytes as floats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from octofuse.quant import Scheme, scheme_named
 
 METHOD = "octofuse"
 VERSION = 1
-WEIGHTS = "model.safetensors"
+WEIGHTS = "octofuse.safetensors"
 
 
 def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -74,6 +75,6 @@ def _timed_generation(model: nn.Module, prompt: Tensor, new_tokens: int) -> Gene
         ids = output.logits[:, -1:].argmax(-1)
         tokens.append(int(ids))
         stamps.append(now())
-    steps = sorted(b - a for a, b in zip(stamps[1:], stamps[2:], strict=False))
+    steps = sorted(b - a for a, b in itertools.pairwise(stamps[1:]))
     inter_token = steps[len(steps) // 2] if steps else math.nan
     return GenerationSpeed(stamps[1] - stamps[0], inter_token, new_tokens / (stamps[-1] - stamps[0]), tuple(tokens))

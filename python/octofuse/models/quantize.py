@@ -18,7 +18,8 @@ def target_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that quantize_ exchanges: the family's list, or every linear that is no tied output head."""
     for family in FAMILIES:
         if family.matches(model):
-            return family.linears(model)
+            layers: dict[str, nn.Module] = family.linears(model)
+            return layers
     return linear_layers(model)
 
 

@@ -46,9 +46,7 @@ class Int8Linear(nn.Module):
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
 
     @classmethod
-    def from_float(
-        cls, layer: nn.Module, scheme: Scheme | None = None, input_amax: Tensor | None = None
-    ) -> Int8Linear:
+    def from_float(cls, layer: nn.Module, scheme: Scheme | None = None, input_amax: Tensor | None = None) -> Int8Linear:
         """Quantise an nn.Linear (weight `[N, K]`) or a transformers Conv1D (weight `[K, N]`, transposed once here).
 
         input_amax: fp32 `[]`, the calibrated max |x|; needed by static schemes alone.
@@ -73,7 +71,9 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError("x: expected a tensor that needs no gradient; Int8Linear is for inference (torch.no_grad())")
+            raise ValueError(
+                "x: expected a tensor that needs no gradient; Int8Linear is for inference (torch.no_grad())"
+            )
         x = x.contiguous()
         if self.input_scale is None:
             q, scale = quantize_per_token(x)
@@ -87,7 +87,7 @@ class Int8Linear(nn.Module):
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         """model.half() and model.to(dtype) reach the bias alone: the scales are fp32 by definition."""
         scales = {"weight_scale": self.weight_scale, "input_scale": self.input_scale}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in scales.items():
             after = getattr(self, name)
             if after is not None and after.dtype != torch.float32 and before is not None:

@@ -38,9 +38,7 @@ def _shape_like(x: Tensor, w: Tensor) -> list[int | torch.SymInt]:
     torch._check(w.dim() == 2, lambda: f"w: expected two dimensions, [N, K], got shape {list(w.shape)}")
     torch._check(x.dtype == torch.int8, lambda: f"x: expected dtype int8, got {x.dtype}")
     torch._check(w.dtype == torch.int8, lambda: f"w: expected dtype int8, got {w.dtype}")
-    torch._check(
-        x.shape[-1] == w.shape[1], lambda: f"w: expected shape [N, {x.shape[-1]}], got {list(w.shape)}"
-    )
+    torch._check(x.shape[-1] == w.shape[1], lambda: f"w: expected shape [N, {x.shape[-1]}], got {list(w.shape)}")
     return [*x.shape[:-1], w.shape[0]]
 
 

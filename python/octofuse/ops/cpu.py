@@ -60,9 +60,7 @@ def accumulate(x: Tensor, w: Tensor, engine: str) -> Tensor:
 def select_raw(engine: str) -> str:
     """int32 outputs come from the reference: oneDNN writes fp32, which rounds above 2^24."""
     if engine == "onednn":
-        raise ValueError(
-            "engine: expected one that can serve this call, got 'onednn'; onednn: it has no int32 output"
-        )
+        raise ValueError("engine: expected one that can serve this call, got 'onednn'; onednn: it has no int32 output")
     return "reference" if engine == "auto" else select(engine)
 
 

@@ -61,7 +61,7 @@ def explain(
         )
         return Explanation(chosen["chosen"], chosen["why"], tuple(map(tuple, chosen["declined"])))
     name = cpu.select_raw(engine) if out_dtype == torch.int32 else cpu.select(engine)
-    declined = ()
+    declined: tuple[tuple[str, str], ...] = ()
     if name == "reference":
         reason = cpu.why_not_onednn() or ("it has no int32 output" if out_dtype == torch.int32 else "not asked for")
         declined = (("onednn", reason),)
@@ -79,5 +79,7 @@ def tune_cublaslt(x: Tensor, w: Tensor, *, out_dtype: torch.dtype = torch.int32)
     if out_dtype not in (torch.int32, torch.int8):
         raise ValueError(f"out_dtype: expected torch.int32 or torch.int8, got {out_dtype}")
     if not _C.build_info()["cuda"]:
-        raise RuntimeError("tune_cublaslt: this octofuse was built for the CPU only; reinstall it with OCTOFUSE_CUDA=ON")
+        raise RuntimeError(
+            "tune_cublaslt: this octofuse was built for the CPU only; reinstall it with OCTOFUSE_CUDA=ON"
+        )
     return dict(_C.tune_cublaslt(x, w, out_dtype == torch.int8))

@@ -7,6 +7,7 @@ plain torch. Bad arguments raise TypeError or ValueError naming the argument bef
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -200,7 +201,7 @@ def _deliver(flat: Tensor, x: Tensor, w: Tensor, out: Tensor | None) -> Tensor:
     return result if out is None else out.copy_(result)
 
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "i8f16_linear": _linear,
     "i8i8_linear": _linear_i8,
     "i8i32_matmul": _matmul,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,7 +67,7 @@ def _dequantize(q: Tensor, scale: Scale, out_dtype: torch.dtype) -> Tensor:
     return flat.to(out_dtype).reshape(q.shape)
 
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "quantize_per_tensor": _per_tensor,
     "quantize_per_token": _per_token,
     "dequantize": _dequantize,

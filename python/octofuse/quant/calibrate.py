@@ -33,9 +33,7 @@ class AmaxObserver:
 
 
 @torch.no_grad()
-def calibrate(
-    layers: Mapping[str, nn.Module], batches: Iterable[Any], run: Callable[[Any], Any]
-) -> dict[str, Tensor]:
+def calibrate(layers: Mapping[str, nn.Module], batches: Iterable[Any], run: Callable[[Any], Any]) -> dict[str, Tensor]:
     """Run every batch and return each layer's input amax (fp32 [], on the input's device).
 
     Args: layers by name; batches, any iterable; run, called with each batch (usually the model).

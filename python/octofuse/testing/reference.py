@@ -24,7 +24,8 @@ def accumulate(x: Tensor, w: Tensor) -> Tensor:
 
     Through double: at most 2^17 products of at most 2^14 stay far below 2^53, so every partial sum is exact.
     """
-    return (x.double() @ w.double().t()).to(torch.int32)
+    product: Tensor = x.double() @ w.double().t()
+    return product.to(torch.int32)
 
 
 def activate(t: Tensor, activation: str | None) -> Tensor:
@@ -35,7 +36,8 @@ def activate(t: Tensor, activation: str | None) -> Tensor:
         return torch.where(t < 0, torch.zeros_like(t), t)  # keeps NaN
     d = t.double()
     if activation == "gelu":
-        return (0.5 * d * torch.special.erfc(d * -math.sqrt(0.5))).float()
+        tail: Tensor = torch.special.erfc(d * -math.sqrt(0.5))
+        return (0.5 * d * tail).float()
     if activation == "gelu_tanh":
         return (d / (1 + torch.exp(-2 * math.sqrt(2 / math.pi) * (d + 0.044715 * d**3)))).float()
     if activation == "silu":
@@ -46,7 +48,9 @@ def activate(t: Tensor, activation: str | None) -> Tensor:
 def requantize(t: Tensor, out_scale: Tensor | float, low: int = -127) -> Tensor:
     """clamp(rne(t * r), low, 127) as int8 with r = 1 / out_scale rounded to fp32; NaN becomes 0."""
     scale = torch.as_tensor(out_scale, dtype=torch.float32, device=t.device)
-    return (t * (torch.ones_like(scale) / scale)).round_().nan_to_num_(0.0, 127.0, -128.0).clamp_(low, 127).to(torch.int8)
+    return (
+        (t * (torch.ones_like(scale) / scale)).round_().nan_to_num_(0.0, 127.0, -128.0).clamp_(low, 127).to(torch.int8)
+    )
 
 
 def finish(

@@ -1,0 +1,80 @@
+"""Run the GPU tests and the sanitizers, and write tests.json: `python benchmarks/gpu_suite.py --out benchmarks/results/h200`.
+
+Counts come from pytest's own report. compute-sanitizer's four tools watch every kernel of this library (their mangled names
+hold `octofuse`) over tests/sanitizer_cases.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from octofuse.testing.timing import environment
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+PYTEST = ["-m", "pytest", "tests", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark"]
+
+
+def run_tests(workers: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [*PYTEST, f"--junitxml={report}", *(["-n", str(workers)] if workers else [])]
+        began = time.time()
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=False)
+        suite = ElementTree.parse(report).getroot().find("testsuite")
+        counts = {key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")}
+        failed = [
+            f"{case.get('classname')}.{case.get('name')}"
+            for case in suite.iter("testcase")
+            if case.find("failure") is not None or case.find("error") is not None
+        ]
+    passed = counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"]
+    return {"command": "python " + " ".join(PYTEST), "passed": passed, **counts, "failed": failed,
+            "seconds": round(time.time() - began, 1)}  # fmt: skip
+
+
+def run_sanitizers() -> dict:
+    outcome = {}
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    for tool in TOOLS:
+        command = ["compute-sanitizer", "--tool", tool, "--kernel-regex", "kns=octofuse", "--error-exitcode", "3",
+                   sys.executable, "tests/sanitizer_cases.py"]  # fmt: skip
+        began = time.time()
+        run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        cases = re.search(r"sanitizer cases: (\d+)", run.stdout)
+        summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", run.stdout + run.stderr)
+        outcome[tool] = {
+            "exit": run.returncode,
+            "cases": int(cases[1]) if cases else 0,
+            "summary": summary[-1] if summary else run.stdout[-2000:],
+            "seconds": round(time.time() - began, 1),
+        }
+        print(tool, outcome[tool], flush=True)
+    return outcome
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--workers", type=int, default=0, help="pytest-xdist workers; 0: one process")
+    args = parser.parse_args()
+    record = {**environment("python benchmarks/gpu_suite.py"), "tests": run_tests(args.workers)}
+    record["sanitizers"] = run_sanitizers()
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "tests.json").write_text(json.dumps(record, indent=1) + "\n")
+    wrong = record["tests"]["failures"] or record["tests"]["errors"] or any(t["exit"] for t in record["sanitizers"].values())
+    print(json.dumps(record["tests"], indent=1))
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Device and host times, and the record of what produced them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def device_time(calls: Sequence[Callable[[], Any]], *, repeats: int = 25) -> float:
+    """Median microseconds of one call, from replays of one CUDA graph that runs every call once.
+
+    Give one call per set of operands, enough sets that together they exceed the L2 cache: weights then come from HBM, as
+    they do in a model.
+    """
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(float(begin.elapsed_time(end)) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def host_time(call: Callable[[], Any], *, calls: int = 500, repeats: int = 9) -> float:
+    """Median microseconds that one eager call keeps the host busy, output allocated, the device never waited for."""
+    for _ in range(50):
+        call()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - began) * 1e6 / calls)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def environment(command: str) -> dict[str, Any]:
+    """Machine, versions, the command and the hash of cpp/ behind a measurement."""
+    import octofuse
+    from octofuse import _C
+
+    record: dict[str, Any] = {
+        "command": command,
+        "octofuse": octofuse.__version__,
+        "cpp": source_hash(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "build": _C.build_info(),
+        "cublaslt": _C.cublaslt_info()["version"],
+    }
+    if torch.cuda.is_available():
+        record["device"] = torch.cuda.get_device_name()
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        run = subprocess.run(query, capture_output=True, text=True, check=False)
+        record["driver"] = run.stdout.strip() or None
+    return record
+
+
+def source_hash() -> str | None:
+    """`git rev-parse HEAD:cpp` of the checkout that this runs in, or OCTOFUSE_CPP_HASH where git is not there."""
+    root = Path(__file__).resolve().parents[3]
+    run = subprocess.run(["git", "rev-parse", "HEAD:cpp"], cwd=root, capture_output=True, text=True, check=False)
+    return run.stdout.strip() or os.environ.get("OCTOFUSE_CPP_HASH")

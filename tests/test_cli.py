@@ -1,0 +1,102 @@
+"""The command line as a user types it, right and wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from octofuse.cli import app
+
+
+def call(*words: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(words))
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("cli") / "int8")
+    code, out, _ = call("quantize", "embedded", "-o", folder, "--device", "cpu")
+    assert code == 0
+    assert "w8a8-dynamic" in out
+    return folder
+
+
+def test_generate_and_eval(checkpoint: str) -> None:
+    code, out, _ = call("generate", checkpoint, "def main(", "--new-tokens", "8", "--device", "cpu")
+    assert code == 0
+    assert out.startswith("def main(")
+    code, out, _ = call("eval", checkpoint, "--max-tokens", "2048", "--device", "cpu")
+    assert code == 0
+    assert 5 < float(re.search(r"perplexity ([\d.]+)", out)[1]) < 30
+
+
+def test_static_scheme_reads_a_calibration_text(tmp_path) -> None:
+    text = tmp_path / "sample.txt"
+    text.write_text("import re\n" * 600)
+    code, _, _ = call(
+        "quantize", "embedded", "-o", str(tmp_path / "q"), "--scheme", "w8a8-static", "--calibration", str(text),
+        "--device", "cpu",
+    )  # fmt: skip
+    assert code == 0
+    assert (tmp_path / "q" / "octofuse.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("generate", "no/such/folder", "x"), "no/such/folder"),
+        (("quantize", "embedded", "-o", "{tmp}/q", "--scheme", "w2a2"), "scheme: expected one of"),
+        (("quantize", "embedded", "-o", "{full}"), "expected a new or empty folder"),
+        (("quantize", "{int8}", "-o", "{tmp}/q"), "quantised already"),
+        (("generate", "embedded", ""), "prompt: expected at least one token"),
+        (("generate", "embedded", "x " * 2000), "prompt: expected fewer than 512 tokens"),
+        (("eval", "embedded", "--text", "{tmp}/none.txt"), "none.txt"),
+        (("eval", "embedded", "--text", "{empty}"), "expected at least 2 tokens"),
+        (("eval", "embedded", "--device", "tpu"), "device: expected"),
+        (("eval", "embedded", "--device", "cuda:77"), "device: expected"),
+    ],
+)
+def test_mistakes_end_in_one_line(words, message: str, tmp_path, checkpoint: str) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "file").write_text("x")
+    (tmp_path / "empty.txt").write_text("")
+    names = {"tmp": tmp_path, "full": full, "int8": checkpoint, "empty": tmp_path / "empty.txt"}
+    words = [word.format(**names) for word in words]
+    if "--device" not in words:
+        words += ["--device", "cpu"]
+    code, _, err = call(*words)
+    assert code == 1
+    assert err.startswith("octofuse: ")
+    assert message in err.replace("\n", "")
+    assert "Traceback" not in err
+    assert not (tmp_path / "q").exists()
+
+
+def test_doctor_json() -> None:
+    code, out, _ = call("doctor", "--json")
+    report = json.loads(out)
+    assert code == 0
+    for device in report["devices"]:
+        assert device["self_test_cases"] == 64
+        assert device["self_test_failures"] == []
+    assert report["devices"][0]["engines"]["reference"] == ""
+
+
+def test_doctor_for_people() -> None:
+    code, out, _ = call("doctor")
+    assert code == 0
+    assert "self-test: 64 cases, all exact" in out
+
+
+@pytest.mark.slow
+def test_demo() -> None:
+    code, out, _ = call("demo", "--new-tokens", "8", "--evaluation-tokens", "2048", "--device", "cpu")
+    assert code == 0
+    for row in ("perplexity", "all weights", "tokens/s", "time to first token", "inter-token latency"):
+        assert row in out
+    assert out.count("def read_config(path):") == 3
