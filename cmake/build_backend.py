@@ -55,10 +55,9 @@ def has_cublas_header(nvcc: str) -> bool:
 
 
 def requirements() -> list[str]:
-    needed = ["pybind11>=3.0", "apache-tvm-ffi>=0.1.15,<0.2"]  # the latter for dlpack.h alone
     if not wants_cuda():
-        return needed
-    needed.append("nvidia-cutlass==4.2.0.0")
+        return []
+    needed = ["nvidia-cutlass==4.2.0.0"]
     nvcc = find_nvcc()
     if nvcc is None:
         needed.append(TOOLCHAIN)

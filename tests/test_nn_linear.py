@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DEVICES, FLOATS
 from torch import nn
 
+from helpers import DEVICES, FLOATS
 from octofuse.nn import Int8Linear
 from octofuse.quant import Scheme
 from octofuse.quant.affine import SCHEMES, quantize_weight
@@ -90,7 +90,7 @@ def test_strided_input_and_compile(device: str) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(TypeError, match="layer: expected nn.Linear or transformers Conv1D, got Conv2d"):
+    with pytest.raises(TypeError, match=r"layer: expected nn\.Linear or transformers Conv1D, got Conv2d"):
         Int8Linear.from_float(nn.Conv2d(1, 1, 1))
     with pytest.raises(ValueError, match="input_amax: expected a calibrated value"):
         Int8Linear.from_float(nn.Linear(4, 4), SCHEMES["w8a8-static"])
