@@ -22,10 +22,11 @@ from pathlib import Path
 from octofuse.testing.timing import environment
 
 ROOT = Path(__file__).resolve().parents[1]
-# racecheck stops with an internal error of its own on the warp-specialised wgmma kernels; the other tools watch them.
+# cuBLASLt's own kernels are left out where the tool cannot take them: racecheck stops in them with an internal error, and
+# initcheck does not see their TMA stores.
 TOOLS = {
     "memcheck": ["--engines", "all"],
-    "racecheck": ["--engines", "cutlass_sm80", "cublaslt", "naive"],
+    "racecheck": ["--engines", "cutlass_sm90", "cutlass_sm80", "naive"],
     "initcheck": ["--engines", "cutlass_sm90", "cutlass_sm80", "naive"],
     "synccheck": ["--engines", "all"],
 }

@@ -1,8 +1,10 @@
-"""Small calls of every kernel, for compute-sanitizer: `compute-sanitizer --tool memcheck python tests/sanitizer_cases.py`.
+"""Small calls of every kernel, for compute-sanitizer.
+
+    compute-sanitizer --tool memcheck python tests/sanitizer_cases.py
 
 At least 100 launches over the chosen engines, all outputs and the quantisers, each compared with the CPU; prints their
-number. Outputs start as copies from the host: initcheck does not see what TMA writes, and would call the copy back a read of
-uninitialised memory; wrong or missing outputs are found by the comparison.
+number. Outputs start as copies from the host: initcheck does not see what TMA writes, and would call the copy back a read
+of uninitialised memory. Wrong or missing outputs are found by the comparison.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def quantize_cases() -> int:
             fixed = octofuse.quantize_per_tensor(x.cuda(), 0.02)
             assert torch.equal(fixed.cpu(), reference.quantize(x, 0.02))
             octofuse.dequantize(q, scale, out_dtype=dtype)
-            count += 3
+            octofuse.dequantize(torch.ones(shape, dtype=torch.int32).cuda(), scale, out_dtype=dtype)
+            count += 4
     return count
 
 

@@ -8,12 +8,14 @@
 namespace octofuse::cublaslt {
 
 struct Api {
-#define OCTOFUSE_CUBLASLT_FUNCTIONS(F)                                                                                 \
-  F(cublasLtCreate)                                                                                                    \
-  F(cublasLtGetVersion) F(cublasLtMatmul) F(cublasLtMatmulDescCreate) F(cublasLtMatmulDescDestroy)                     \
-      F(cublasLtMatmulDescSetAttribute) F(cublasLtMatrixLayoutCreate) F(cublasLtMatrixLayoutDestroy)                   \
-          F(cublasLtMatmulPreferenceCreate) F(cublasLtMatmulPreferenceDestroy) F(cublasLtMatmulPreferenceSetAttribute) \
-              F(cublasLtMatmulAlgoGetHeuristic)
+#define OCTOFUSE_CUBLASLT_FUNCTIONS(F)                                                                    \
+  F(cublasLtCreate)                                                                                       \
+  F(cublasLtGetVersion)                                                                                   \
+  F(cublasLtMatmul)                                                                                       \
+  F(cublasLtMatmulDescCreate)                                                                             \
+  F(cublasLtMatmulDescDestroy) F(cublasLtMatmulDescSetAttribute) F(cublasLtMatrixLayoutCreate)            \
+      F(cublasLtMatrixLayoutDestroy) F(cublasLtMatmulPreferenceCreate) F(cublasLtMatmulPreferenceDestroy) \
+          F(cublasLtMatmulPreferenceSetAttribute) F(cublasLtMatmulAlgoGetHeuristic)
 #define OCTOFUSE_DECLARE(name) decltype(&::name) name = nullptr;
   OCTOFUSE_CUBLASLT_FUNCTIONS(OCTOFUSE_DECLARE)
 #undef OCTOFUSE_DECLARE
