@@ -8,14 +8,21 @@
 namespace octofuse::cublaslt {
 
 struct Api {
-#define OCTOFUSE_CUBLASLT_FUNCTIONS(F)                                                                    \
-  F(cublasLtCreate)                                                                                       \
-  F(cublasLtGetVersion)                                                                                   \
-  F(cublasLtMatmul)                                                                                       \
-  F(cublasLtMatmulDescCreate)                                                                             \
-  F(cublasLtMatmulDescDestroy) F(cublasLtMatmulDescSetAttribute) F(cublasLtMatrixLayoutCreate)            \
-      F(cublasLtMatrixLayoutDestroy) F(cublasLtMatmulPreferenceCreate) F(cublasLtMatmulPreferenceDestroy) \
-          F(cublasLtMatmulPreferenceSetAttribute) F(cublasLtMatmulAlgoGetHeuristic)
+  // clang-format off
+#define OCTOFUSE_CUBLASLT_FUNCTIONS(F) \
+  F(cublasLtCreate) \
+  F(cublasLtGetVersion) \
+  F(cublasLtMatmul) \
+  F(cublasLtMatmulAlgoGetHeuristic) \
+  F(cublasLtMatmulDescCreate) \
+  F(cublasLtMatmulDescDestroy) \
+  F(cublasLtMatmulDescSetAttribute) \
+  F(cublasLtMatmulPreferenceCreate) \
+  F(cublasLtMatmulPreferenceDestroy) \
+  F(cublasLtMatmulPreferenceSetAttribute) \
+  F(cublasLtMatrixLayoutCreate) \
+  F(cublasLtMatrixLayoutDestroy)
+// clang-format on
 #define OCTOFUSE_DECLARE(name) decltype(&::name) name = nullptr;
   OCTOFUSE_CUBLASLT_FUNCTIONS(OCTOFUSE_DECLARE)
 #undef OCTOFUSE_DECLARE

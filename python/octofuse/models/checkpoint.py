@@ -73,11 +73,12 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> nn.Module:
     shape or dtype.
     """
     folder = Path(folder)
-    for name in ("config.json", WEIGHTS):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name}: not found; expected a folder written by octofuse quantize")
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder / 'config.json'}: not found; expected a folder written by octofuse quantize")
     if not is_checkpoint(folder):
         raise ValueError(f"{folder / 'config.json'}: expected quant_method {METHOD!r}; this is no octofuse checkpoint")
+    if not (folder / WEIGHTS).is_file():
+        raise FileNotFoundError(f"{folder / WEIGHTS}: not found; the checkpoint is incomplete")
     config = json.loads((folder / "config.json").read_text())
     quantization = config.pop("quantization_config")
     if quantization.get("version") != VERSION:
