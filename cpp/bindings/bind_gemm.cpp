@@ -125,10 +125,10 @@ py::object run(LinearCall& call, DType out_type, const std::string& engine, py::
   }
   if (call.x.on_cpu()) return py::none();
   TensorFactory factory(call.x.dl.device);
-  const Candidate& candidate = select(problem_of(call), device_capability(call.x.device()), engine);
+  const Candidate* candidate = &select(problem_of(call), device_capability(call.x.device()), engine);
   py::object result =
       out ? py::reinterpret_borrow<py::object>(out_object) : factory.make(call.out_shape, out_type, &args.out);
-  run_gemm(candidate, args, call.x.device(), factory.current_stream(),
+  run_gemm(*candidate, args, call.x.device(), factory.current_stream(),
            [&factory](size_t bytes) { return factory.scratch(bytes); });
   return result;
 }
