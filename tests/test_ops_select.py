@@ -6,7 +6,7 @@ import pytest
 
 from octofuse import _C
 
-BUILT = str(_C.build_info()["architectures"]).split(";")
+BUILT = str(_C.build_info()["architectures"]).split(",")
 needs_cuda_build = pytest.mark.skipif(BUILT == [""], reason="needs a CUDA build (no GPU)")
 needs_80 = pytest.mark.skipif("80" not in BUILT, reason="needs a build for 80")
 needs_90a = pytest.mark.skipif("90a" not in BUILT, reason="needs a build for 90a")

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 
 #include "octofuse/error.h"
 
@@ -80,7 +81,9 @@ ScaleView parse_scale(py::handle object, const char* name, int64_t count, const 
   if (is_number) {
     scale.value = static_cast<float>(object.cast<double>());
     if (!std::isfinite(scale.value) || scale.value <= 0.0F) {
-      refuse<ValueError>(name, "a finite number above 0", scale.value);
+      char text[32];
+      std::snprintf(text, sizeof(text), "%g", static_cast<double>(scale.value));
+      refuse<ValueError>(name, "a finite number above 0", text);
     }
     return scale;
   }

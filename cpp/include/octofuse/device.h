@@ -16,7 +16,7 @@ struct Capability {
   std::string cublaslt_why;    // why not
 };
 
-// Which architectures this build was compiled for, for example "80;90a"; empty for a CPU-only build.
+// Which architectures this build was compiled for, for example "80,90a"; empty for a CPU-only build.
 const char* built_architectures();
 
 // What it was built with: CUDART_VERSION (0: CPU-only) and CUTLASS's version ("" likewise).

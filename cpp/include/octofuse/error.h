@@ -1,7 +1,7 @@
 // Errors that cross the host API. The binding maps them to Python's TypeError, ValueError and RuntimeError.
+// No iostreams: with a statically linked libstdc++ their locales crash beside torch's.
 #pragma once
 
-#include <sstream>
 #include <stdexcept>
 #include <string>
 
@@ -23,11 +23,9 @@ struct RuntimeError : std::runtime_error {
 };
 
 // "argument: expected ..., got ...": the one form of every refusal.
-template <class Error, class Expected, class Got>
-[[noreturn]] void refuse(const char* argument, const Expected& expected, const Got& got) {
-  std::ostringstream message;
-  message << argument << ": expected " << expected << ", got " << got;
-  throw Error(message.str());
+template <class Error>
+[[noreturn]] void refuse(const char* argument, const std::string& expected, const std::string& got) {
+  throw Error(std::string(argument) + ": expected " + expected + ", got " + got);
 }
 
 }  // namespace octofuse

@@ -1,5 +1,5 @@
 // What this build can run on a given compute capability. Pure: no device is asked.
-#include <sstream>
+#include <algorithm>
 #include <string>
 
 #include "octofuse/device.h"
@@ -16,9 +16,11 @@ Capability capability_for(int compute_capability, int sm_count) {
   Capability capability;
   capability.compute_capability = compute_capability;
   capability.sm_count = sm_count;
-  std::stringstream list(built_architectures());
-  std::string entry;
-  while (std::getline(list, entry, ';')) {
+  const std::string list = built_architectures();
+  for (size_t begin = 0; begin < list.size();) {
+    const size_t end = std::min(list.find(',', begin), list.size());
+    const std::string entry = list.substr(begin, end - begin);
+    begin = end + 1;
     const int built = std::stoi(entry);
     const bool accelerated = entry.back() == 'a';
     // Machine code serves its own major version from its minor version on; PTX (of plain entries) every later chip.

@@ -44,7 +44,9 @@ def run_demo(console: Console, device_name: str, new_tokens: int, max_tokens: in
         quantize_(model, scheme, batches)
         columns.append(_measure(scheme, model, tokenizer, tokens, new_tokens))
 
-    table = Table(title=f"embedded GPT-2 (6.4M parameters) on {where}, batch 1, eager transformers")
+    parameters = sum(p.numel() for p in load_float("embedded", torch.device("cpu"))[0].parameters())
+    title = f"embedded GPT-2 ({parameters / 1e6:.1f}M parameters) on {where}, batch 1, eager transformers"
+    table = Table(title=title)
     table.add_column("")
     for column in columns:
         table.add_column(column["name"], justify="right")
