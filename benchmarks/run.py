@@ -40,9 +40,7 @@ def main() -> None:
         result = importlib.import_module(f"bench_{topic}").run(args.smoke)
         record = {**environment(f"python benchmarks/run.py {topic}"), **result}
         show(console, topic, result["rows"])
-        for key in ("host_us_per_call",):
-            if key in result:
-                console.print(key, result[key])
+        console.print({key: value for key, value in result.items() if key != "rows"})
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / f"{topic}.json").write_text(json.dumps(record, indent=1) + "\n")

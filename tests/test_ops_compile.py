@@ -99,6 +99,26 @@ def test_export(device: str) -> None:
     assert torch.equal(program.module()(more), layer(more))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_calls_refuse_what_eager_ones_refuse(device: str) -> None:
+    p = operands(4, 24, 32, device)
+    wants_gradient = torch.zeros(24, device=device, requires_grad=True)
+
+    def call(bias, scale):
+        return octofuse.i8f16_linear(p.x, p.w, scale, p.w_scale, bias)
+
+    for bias, scale, message in (
+        (wants_gradient, 0.5, "bias: expected a tensor that needs no gradient"),
+        (None, -0.5, "x_scale: expected a finite number above 0"),
+        (None, float("nan"), "x_scale: expected a finite number above 0"),
+    ):
+        with pytest.raises(Exception, match=message):
+            torch.compile(call, fullgraph=True)(bias, scale)
+        torch.compiler.reset()
+        with pytest.raises(ValueError, match=message):
+            call(bias, scale)
+
+
 def test_fake_tensors_are_not_read() -> None:
     from torch._subclasses import FakeTensorMode
 

@@ -23,9 +23,8 @@ Capability capability_for(int compute_capability, int sm_count) {
     begin = end + 1;
     const int built = std::stoi(entry);
     const bool accelerated = entry.back() == 'a';
-    // Machine code serves its own major version from its minor version on; PTX (of plain entries) every later chip.
-    const bool same_major = built / 10 == compute_capability / 10 && built <= compute_capability;
-    const bool loads = accelerated ? built == compute_capability : same_major || built <= compute_capability;
+    // A plain entry carries PTX for every later chip; an accelerated one its own machine code alone.
+    const bool loads = accelerated ? built == compute_capability : built <= compute_capability;
     if (!loads) continue;
     capability.kernels_naive = true;
     if (built >= 80) capability.kernels_mma = true;

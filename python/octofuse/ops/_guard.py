@@ -53,8 +53,10 @@ def dtype_name(out_dtype: Any) -> str:
     return DTYPE_NAMES.get(out_dtype) or str(out_dtype).removeprefix("torch.")
 
 
-def as_tensor(scale: Any, like: Tensor) -> Any:
-    """Dispatched ops take scales as tensors; a Python number becomes one."""
-    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
-        return torch.full((), float(scale), dtype=torch.float32, device=like.device)
-    return scale
+def as_tensor(name: str, scale: Any, like: Tensor) -> Any:
+    """Dispatched ops take scales as tensors; a Python number becomes one, checked as `_C` checks it."""
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool):
+        return scale
+    if not 0 < scale <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{name}: expected a finite number above 0, got {scale}")
+    return torch.full((), float(scale), dtype=torch.float32, device=like.device)

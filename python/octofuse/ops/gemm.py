@@ -56,7 +56,19 @@ def i8f16_linear(
     """
     if goes_direct(x, w, x_scale, w_scale, bias, residual, out):
         return _linear(x, w, x_scale, w_scale, bias, activation, residual, out_dtype, engine, out)
-    arguments = (x, w, as_tensor(x_scale, x), as_tensor(w_scale, x), bias, activation, residual, out_dtype, engine)
+    # Tracing detaches what it records, so a lost gradient has to be refused here as well.
+    refuse_gradients("this op", bias=bias, residual=residual, x_scale=x_scale, w_scale=w_scale, out=out)
+    arguments = (
+        x,
+        w,
+        as_tensor("x_scale", x_scale, x),
+        as_tensor("w_scale", w_scale, x),
+        bias,
+        activation,
+        residual,
+        out_dtype,
+        engine,
+    )
     if out is None:
         result: Tensor = torch.ops.octofuse.i8f16_linear(*arguments)
         return result
@@ -83,8 +95,9 @@ def i8i8_linear(
     """
     if goes_direct(x, w, x_scale, w_scale, bias, residual, out_scale, out):
         return _linear_i8(x, w, x_scale, w_scale, bias, activation, residual, out_scale, engine, out)
-    scales = (as_tensor(x_scale, x), as_tensor(w_scale, x))
-    arguments = (x, w, *scales, bias, activation, residual, as_tensor(out_scale, x), engine)
+    refuse_gradients("this op", bias=bias, residual=residual, x_scale=x_scale, w_scale=w_scale, out=out)
+    scales = (as_tensor("x_scale", x_scale, x), as_tensor("w_scale", w_scale, x))
+    arguments = (x, w, *scales, bias, activation, residual, as_tensor("out_scale", out_scale, x), engine)
     if out is None:
         result: Tensor = torch.ops.octofuse.i8i8_linear(*arguments)
         return result
@@ -132,13 +145,18 @@ def _linear(
     out_dtype: torch.dtype,
     engine: str,
     out: Tensor | None = None,
+    out_scale: Scale | None = None,
 ) -> Tensor:
-    refuse_gradients("i8f16_linear", bias=bias, residual=residual, x_scale=x_scale, w_scale=w_scale, out=out)
+    """Both linears: `out_scale` makes the output int8, else it is `out_dtype`."""
+    refuse_gradients("this op", bias=bias, residual=residual, x_scale=x_scale, w_scale=w_scale, out=out)
     name = dtype_name(out_dtype)
-    result = _C.linear(x, w, x_scale, w_scale, bias, activation, residual, name, None, engine, out)
+    result = _C.linear(x, w, x_scale, w_scale, bias, activation, residual, name, out_scale, engine, out)
     if result is not None:
         return result
-    return _cpu_linear(x, w, x_scale, w_scale, bias, activation, residual, engine, out, out_dtype=out_dtype)
+    acc = cpu.accumulate(x.reshape(-1, x.shape[-1]), w, engine)
+    flat_residual = None if residual is None else residual.reshape(acc.shape)
+    t = reference.finish(acc, x_scale, w_scale, bias, activation, flat_residual, out_dtype, out_scale)
+    return _deliver(t, x, w, out)
 
 
 def _linear_i8(
@@ -155,29 +173,7 @@ def _linear_i8(
 ) -> Tensor:
     if out_scale is None:
         raise TypeError("out_scale: expected float or torch.Tensor, got NoneType")
-    refuse_gradients("i8i8_linear", bias=bias, residual=residual, x_scale=x_scale, w_scale=w_scale)
-    result = _C.linear(x, w, x_scale, w_scale, bias, activation, residual, "int8", out_scale, engine, out)
-    if result is not None:
-        return result
-    return _cpu_linear(x, w, x_scale, w_scale, bias, activation, residual, engine, out, out_scale=out_scale)
-
-
-def _cpu_linear(
-    x: Tensor,
-    w: Tensor,
-    x_scale: Scale,
-    w_scale: Scale,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    engine: str,
-    out: Tensor | None,
-    **output: Any,
-) -> Tensor:
-    acc = cpu.accumulate(x.reshape(-1, x.shape[-1]), w, engine)
-    flat_residual = None if residual is None else residual.reshape(acc.shape)
-    t = reference.finish(acc, x_scale, w_scale, bias, activation, flat_residual, **output)
-    return _deliver(t, x, w, out)
+    return _linear(x, w, x_scale, w_scale, bias, activation, residual, torch.int8, engine, out, out_scale)
 
 
 def _matmul(x: Tensor, w: Tensor, engine: str, out: Tensor | None = None) -> Tensor:

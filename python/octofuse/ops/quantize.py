@@ -22,7 +22,8 @@ def quantize_per_tensor(x: Tensor, scale: Scale) -> Tensor:
     """
     if goes_direct(x, scale):
         return _per_tensor(x, scale)
-    result: Tensor = torch.ops.octofuse.quantize_per_tensor(x, as_tensor(scale, x))
+    refuse_gradients("quantize_per_tensor", x=x, scale=scale)
+    result: Tensor = torch.ops.octofuse.quantize_per_tensor(x, as_tensor("scale", scale, x))
     return result
 
 
@@ -34,6 +35,7 @@ def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     if goes_direct(x):
         return _per_token(x)
+    refuse_gradients("quantize_per_token", x=x)
     result: tuple[Tensor, Tensor] = torch.ops.octofuse.quantize_per_token(x)
     return result
 
@@ -42,7 +44,8 @@ def dequantize(q: Tensor, scale: Scale, *, out_dtype: torch.dtype = torch.float1
     """q int8 or int32 `[..., K]` times scale (one element, `[M]` or `[M, 1]`, or a float) -> `out_dtype`, one rounding."""
     if goes_direct(q, scale):
         return _dequantize(q, scale, out_dtype)
-    result: Tensor = torch.ops.octofuse.dequantize(q, as_tensor(scale, q), out_dtype)
+    refuse_gradients("dequantize", scale=scale)
+    result: Tensor = torch.ops.octofuse.dequantize(q, as_tensor("scale", scale, q), out_dtype)
     return result
 
 
