@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # initcheck does not see their TMA stores.
 TOOLS = {
     "memcheck": ["--engines", "all"],
-    "racecheck": ["--engines", "cutlass_sm90", "cutlass_sm80", "naive"],
-    "initcheck": ["--engines", "cutlass_sm90", "cutlass_sm80", "naive"],
+    "racecheck": ["--engines", "skinny", "wgmma", "cutlass_sm90", "cutlass_sm80", "naive"],
+    "initcheck": ["--engines", "skinny", "wgmma", "cutlass_sm90", "cutlass_sm80", "naive"],
     "synccheck": ["--engines", "all"],
 }
 PYTEST = ["-m", "pytest", "tests", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark"]

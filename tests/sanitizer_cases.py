@@ -18,8 +18,8 @@ import octofuse
 from helpers import FLOATS, engines, operands, served
 from octofuse.testing import reference
 
-# Aligned and ragged, one row and several tiles, K padded inside.
-SHAPES = ((1, 16, 32), (70, 264, 144), (33, 100, 77), (130, 17, 5), (65, 128, 256))
+# Aligned and ragged, one row and several tiles, K padded inside, a K that wraps every ring of stages.
+SHAPES = ((1, 16, 32), (70, 264, 144), (33, 100, 77), (130, 17, 5), (65, 128, 256), (17, 130, 3100))
 
 
 def canary(m: int, n: int, dtype: torch.dtype) -> torch.Tensor:

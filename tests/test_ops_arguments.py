@@ -35,6 +35,14 @@ def i8(*shape):
 
 # name of the case: (what to change, error, message)
 LINEAR = {
+    "zero point without sums": ({"x_zero_point": 3}, ValueError, r"w_sum: expected int32 \[N\].*got None"),
+    "sums without zero point": ({"w_sum": zeros(N, dtype=torch.int32)}, ValueError, r"x_zero_point: expected an int or tensor.*got None"),
+    "zero point out of range": ({"x_zero_point": 128, "w_sum": zeros(N, dtype=torch.int32)}, ValueError, r"x_zero_point: expected an int in \[-128, 127\], got 128"),
+    "zero point is fp32": ({"x_zero_point": zeros(M), "w_sum": zeros(N, dtype=torch.int32)}, TypeError, r"x_zero_point: expected dtype int32, got float32"),
+    "zero point has another M": ({"x_zero_point": zeros(M + 1, dtype=torch.int32), "w_sum": zeros(N, dtype=torch.int32)}, ValueError, r"x_zero_point: expected one element or 6"),
+    "sums are int64": ({"x_zero_point": 1, "w_sum": zeros(N, dtype=torch.int64)}, TypeError, r"w_sum: expected dtype int32, got int64"),
+    "sums have another N": ({"x_zero_point": 1, "w_sum": zeros(N + 1, dtype=torch.int32)}, ValueError, r"w_sum: expected a contiguous tensor of shape \[10\], got \[11\]"),
+    "zero point with too large K": ({"x": i8(1, 65794), "w": i8(1, 65794), "x_scale": 1.0, "w_scale": 1.0, "bias": None, "residual": None, "x_zero_point": 1, "w_sum": zeros(1, dtype=torch.int32)}, ValueError, r"x: expected K <= 65793 with a zero point"),
     "x is a list": ({"x": [[1]]}, TypeError, r"x: expected torch.Tensor, got list"),
     "x is None": ({"x": None}, TypeError, r"x: expected torch.Tensor, got NoneType"),
     "x is fp32": ({"x": zeros(M, K)}, TypeError, r"x: expected dtype int8, got float32"),

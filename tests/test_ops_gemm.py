@@ -143,6 +143,79 @@ def test_every_row_count(device: str, m: int, n: int, out_dtype: torch.dtype) ->
         assert torch.equal(got, want), name
 
 
+ZERO_POINTS = ("number", "scalar", "token", "column")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ZERO_POINTS)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (5, 16, 100), (33, 255, 48), (129, 1024, 768), (17, 3420, 7)])
+@pytest.mark.parametrize("out_dtype", [*FLOATS, torch.int8])
+def test_asymmetric_activations(device: str, kind: str, m: int, n: int, k: int, out_dtype: torch.dtype) -> None:
+    p = operands(m, n, k, device)
+    zero = {
+        "number": -37,
+        "scalar": torch.tensor([101], dtype=torch.int32, device=device),
+        "token": torch.arange(m, dtype=torch.int32, device=device) % 256 - 128,
+        "column": (torch.arange(m, dtype=torch.int32, device=device) * 7 % 256 - 128).reshape(-1, 1),
+    }[kind]
+    sums = octofuse.weight_sums(p.w)
+    assert torch.equal(sums, p.w.long().sum(1).int())
+    arguments, w_scale = (p.x, p.w, p.x_scale), p.w_scale / 8  # a zero point far from zero makes large accumulators
+    if out_dtype == torch.int8:
+        want = reference.linear(*arguments, w_scale, p.bias, out_scale=0.031, x_zero_point=zero)
+        results = all_engines(
+            lambda e: octofuse.i8i8_linear(
+                *arguments, w_scale, p.bias, out_scale=0.031, x_zero_point=zero, w_sum=sums, engine=e
+            ),
+            device,
+        )
+    else:
+        want = reference.linear(*arguments, w_scale, p.bias, out_dtype=out_dtype, x_zero_point=zero)
+        results = all_engines(
+            lambda e: octofuse.i8f16_linear(
+                *arguments, w_scale, p.bias, out_dtype=out_dtype, x_zero_point=zero, w_sum=sums, engine=e
+            ),
+            device,
+        )
+    for name, got in results.items():
+        assert torch.equal(got, want), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_zero_point_at_the_bound_of_k(device: str) -> None:
+    k = 65793
+    x = torch.full((2, k), 127, dtype=torch.int8, device=device)
+    w = torch.full((24, k), -128, dtype=torch.int8, device=device)
+    sums = octofuse.weight_sums(w)
+    want = reference.linear(x, w, 1.0, 1.0, out_dtype=torch.float32, x_zero_point=-128)
+    assert float(want[0, 0]) == float(torch.tensor(-255.0 * 128 * k))
+    results = all_engines(
+        lambda e: octofuse.i8f16_linear(
+            x, w, 1.0, 1.0, out_dtype=torch.float32, x_zero_point=-128, w_sum=sums, engine=e
+        ),
+        device,
+    )
+    for name, got in results.items():
+        assert torch.equal(got, want), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("m", range(1, 137))
+@pytest.mark.parametrize(("n", "k"), [(264, 400), (72, 2064), (1000, 128)])
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32])
+def test_every_small_m_is_the_formula(device: str, m: int, n: int, k: int, out_dtype: torch.dtype) -> None:
+    """Every kernel's tile is crossed on the way: no M may fall beside one."""
+    p = operands(m, n, k, device)
+    arguments = (p.x, p.w, p.x_scale, p.w_scale, p.bias)
+    want = reference.linear(*arguments, residual=p.residual, out_dtype=out_dtype)
+    names = ("auto",) if device == "cpu" else engines(device)
+    for name in names:
+        got = served(
+            lambda e: octofuse.i8f16_linear(*arguments, residual=p.residual, out_dtype=out_dtype, engine=e), name
+        )
+        assert got is None or torch.equal(got, want), name
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("left", "right"), [(-128, -128), (127, 127), (127, -128), (-128, 127)])
 @pytest.mark.parametrize("k", [MAX_K, MAX_K - 15])

@@ -19,12 +19,14 @@ def select(m=1024, n=1024, k=1024, *, out="float16", raw=False, double=False, en
 def test_candidates_are_named_once() -> None:
     names = _C.candidates()
     assert len(names) == len(set(names))
-    assert {name.split("/")[0] for name in names} == {"cutlass_sm90", "cutlass_sm80", "cublaslt", "naive"}
+    assert {name.split("/")[0] for name in names} == {
+        "skinny", "wgmma", "cutlass_sm90", "cutlass_sm80", "cublaslt", "naive"
+    }  # fmt: skip
 
 
 @needs_90a
 def test_hopper_takes_wgmma_for_fused_outputs() -> None:
-    assert select()["chosen"].startswith("cutlass_sm90/")
+    assert select()["chosen"].startswith(("wgmma/", "cutlass_sm90/"))
 
 
 @needs_90a
@@ -42,10 +44,19 @@ def test_sm90_declines_with_its_reason(change: dict, reason: str) -> None:
         select(engine="cutlass_sm90", **change)
 
 
+@needs_90a
+@pytest.mark.parametrize("change", [{"cc": 100}, {"cc": 80}, {"out": "float32", "double": True}])
+def test_wgmma_declines_what_it_cannot_run(change: dict) -> None:
+    with pytest.raises(ValueError, match=r"compute capability 9\.0|double"):
+        select(engine="wgmma", **change)
+    select(n=1001, engine="wgmma")  # it stores any width itself
+
+
 @needs_80
 @pytest.mark.parametrize("cc", [80, 86, 89, 100, 120])
 def test_other_chips_take_mma(cc: int) -> None:
     assert select(cc=cc)["chosen"].startswith("cutlass_sm80/")
+    assert select(m=1, cc=cc)["chosen"].startswith("skinny/")
 
 
 @needs_cuda_build
@@ -56,18 +67,38 @@ def test_too_old_chips_are_told_so(cc: int) -> None:
 
 
 @needs_90a
-def test_int32_goes_to_cublaslt_unless_n_is_ragged() -> None:
-    assert select(out="int32", raw=True)["chosen"] == "cublaslt"
-    assert select(n=1001, out="int32", raw=True)["chosen"].startswith("cutlass_sm80/")
-    assert select(out="int32", raw=True, lt=False)["chosen"].startswith("cutlass_sm90/")
+def test_cublaslt_serves_by_name_alone() -> None:
+    assert select(out="int32", raw=True)["chosen"] != "cublaslt"
+    assert select(out="int32", raw=True, engine="cublaslt")["chosen"] == "cublaslt"
+    with pytest.raises(ValueError, match="N must be a multiple of 4"):
+        select(n=1001, out="int32", raw=True, engine="cublaslt")
     with pytest.raises(ValueError, match="libcublasLt could not be loaded"):
         select(engine="cublaslt", lt=False)
 
 
 @needs_90a
-def test_few_rows_take_the_small_tile() -> None:
-    assert "64x128" in select(m=16)["chosen"]
-    assert "128x128" in select(m=8192, n=4096)["chosen"]
+def test_measured_shapes_take_the_measured_best() -> None:
+    decision = select(m=1000, n=2304, k=768)
+    assert decision["why"].startswith("the fastest measured")
+    assert decision["chosen"] == select(m=1024, n=2304, k=768)["chosen"]
+    assert select(m=1000, n=2305, k=768)["why"].startswith("the lowest estimated time")
+
+
+@needs_90a
+def test_every_m_has_a_kernel_that_holds_it() -> None:
+    for m in range(1, 700):
+        for n, k in ((4096, 4096), (3000, 1000), (50257, 768)):
+            chosen = select(m=m, n=n, k=k)["chosen"]
+            if chosen.startswith("skinny/"):
+                assert m <= int(chosen.split("/")[1].split("x")[0])
+
+
+@needs_90a
+def test_few_rows_take_the_skinny_kernels() -> None:
+    assert select(m=1)["chosen"].startswith("skinny/")
+    assert select(m=8192, n=4096, k=4096)["chosen"] == "cutlass_sm90/128x128x128_pingpong_2x1"
+    with pytest.raises(ValueError, match="M is larger than its tile"):
+        select(m=65, engine="skinny")
 
 
 def test_cpu_only_builds_serve_no_gpu() -> None:
@@ -80,6 +111,6 @@ def test_cpu_only_builds_serve_no_gpu() -> None:
 @needs_90a
 @pytest.mark.parametrize("name", _C.candidates())
 def test_every_candidate_can_be_asked_for(name: str) -> None:
-    chosen = select(engine=name)
+    chosen = select(m=1, engine=name)
     assert chosen["chosen"] == name
     assert chosen["why"] == "asked for by name"

@@ -108,6 +108,31 @@ ScaleView parse_scale(py::handle object, const char* name, int64_t count, const 
   return scale;
 }
 
+IntView parse_int_view(py::handle object, const char* name, int64_t count, const TensorView& reference,
+                       std::optional<TensorView>& keep) {
+  IntView view;
+  if (PyLong_Check(object.ptr()) != 0 && !PyBool_Check(object.ptr())) {
+    const auto value = object.cast<int64_t>();
+    if (value < -128 || value > 127) refuse<ValueError>(name, "an int in [-128, 127]", std::to_string(value));
+    view.value = static_cast<int32_t>(value);
+    return view;
+  }
+  const TensorView& tensor = keep.emplace(object, name);
+  expect_dtype(tensor, {DType::kInt32});
+  expect_same_device(tensor, reference);
+  const int64_t numel = tensor.numel();
+  view.data = tensor.data<const int32_t>();
+  if (numel == 1 && tensor.ndim() <= 2) return view;
+  const bool vector = tensor.ndim() == 1 || (tensor.ndim() == 2 && tensor.size(1) == 1);
+  if (!vector || numel != count) {
+    const std::string length = std::to_string(count);
+    refuse<ValueError>(name, "one element or " + length + " ([" + length + "] or [" + length + ", 1])",
+                       "shape " + tensor.shape_text());
+  }
+  view.step = numel == 0 ? 1 : tensor.stride(0);
+  return view;
+}
+
 TensorView parse_out(py::handle object, const std::vector<int64_t>& shape, DType dtype, const TensorView& reference,
                      std::initializer_list<const TensorView*> inputs) {
   const TensorView out(object, "out");

@@ -2,6 +2,7 @@
 // launch.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "dlpack_tensor.h"
@@ -19,6 +20,10 @@ Activation parse_activation(py::handle name);
 
 // A Python number, or an fp32 tensor with one element or, if `count` > 0, `count` of them ([count] or [count, 1]).
 ScaleView parse_scale(py::handle object, const char* name, int64_t count, const TensorView& reference);
+
+// A Python int in [-128, 127], or an int32 tensor with one element or `count` of them, which `keep` then holds.
+IntView parse_int_view(py::handle object, const char* name, int64_t count, const TensorView& reference,
+                       std::optional<TensorView>& keep);
 
 // The caller's `out`, checked against the wanted shape and dtype and against overlap with `inputs`.
 TensorView parse_out(py::handle object, const std::vector<int64_t>& shape, DType dtype, const TensorView& reference,

@@ -46,6 +46,7 @@ py::dict device_info(int device) {
 void bind_device(py::module_& module) {
   module.def("build_info", &build_info);
   module.def("cublaslt_info", &cublaslt_info);
+  module.def("allow_overlap", &allow_overlap, py::arg("allowed"));
   module.def("device_info", &device_info, py::arg("device"));
 }
 

@@ -15,7 +15,7 @@ namespace {
 // Everything a linear op was given, checked. The views keep the shape memory that `args` points into alive.
 struct LinearCall {
   TensorView x, w;
-  std::optional<TensorView> bias, residual;
+  std::optional<TensorView> bias, residual, w_sum, x_zero;
   GemmArgs args;
   bool raw = false;
   std::vector<int64_t> out_shape;
@@ -43,7 +43,7 @@ void check_operands(const TensorView& x, const TensorView& w) {
 }
 
 LinearCall checked_operands(py::handle x_object, py::handle w_object) {
-  LinearCall call{TensorView(x_object, "x"), TensorView(w_object, "w"), {}, {}, {}, false, {}};
+  LinearCall call{TensorView(x_object, "x"), TensorView(w_object, "w"), {}, {}, {}, {}, {}, false, {}};
   check_operands(call.x, call.w);
   GemmArgs& args = call.args;
   args.m = call.x.rows();
@@ -91,6 +91,33 @@ void parse_residual(LinearCall& call, py::handle object) {
   call.args.epilogue.residual_ld = residual.row_stride();
 }
 
+// |x - x_zero| is at most 255 and |w| at most 128: beyond this K the corrected accumulator could leave int32.
+constexpr int64_t kMaxAsymmetricK = 65793;
+
+// Asymmetric activations: x stands for x - x_zero, and the sums of w's rows take the zero point out of the product.
+void parse_zero_point(LinearCall& call, py::handle zero, py::handle sums) {
+  if (zero.is_none() && sums.is_none()) return;
+  if (zero.is_none()) refuse<ValueError>("x_zero_point", "an int or tensor beside w_sum", "None");
+  if (sums.is_none()) {
+    refuse<ValueError>("w_sum", "int32 [N], the sums of w's rows, beside x_zero_point (octofuse.weight_sums(w))",
+                       "None");
+  }
+  EpilogueArgs& epilogue = call.args.epilogue;
+  if (call.args.k > kMaxAsymmetricK) {
+    refuse<ValueError>("x", "K <= 65793 with a zero point, so that int32 cannot overflow",
+                       "K = " + std::to_string(call.args.k));
+  }
+  epilogue.x_zero = parse_int_view(zero, "x_zero_point", call.args.m, call.x, call.x_zero);
+  call.w_sum.emplace(sums, "w_sum");
+  expect_dtype(*call.w_sum, {DType::kInt32});
+  expect_same_device(*call.w_sum, call.x);
+  if (call.w_sum->ndim() != 1 || call.w_sum->size(0) != call.args.n || !call.w_sum->is_contiguous()) {
+    refuse<ValueError>("w_sum", "a contiguous tensor of shape [" + std::to_string(call.args.n) + "]",
+                       call.w_sum->shape_text());
+  }
+  epilogue.w_sum = call.w_sum->data<const int32_t>();
+}
+
 GemmProblem problem_of(const LinearCall& call) {
   const GemmArgs& args = call.args;
   GemmProblem problem;
@@ -114,8 +141,9 @@ py::object run(LinearCall& call, DType out_type, const std::string& engine, py::
   args.ldo = args.n;
   std::optional<TensorView> out;
   if (!out_object.is_none()) {
-    out.emplace(
-        parse_out(out_object, call.out_shape, out_type, call.x, {&call.x, &call.w, call.bias ? &*call.bias : nullptr}));
+    out.emplace(parse_out(out_object, call.out_shape, out_type, call.x,
+                          {&call.x, &call.w, call.bias ? &*call.bias : nullptr, call.w_sum ? &*call.w_sum : nullptr,
+                           call.x_zero ? &*call.x_zero : nullptr}));
     args.out = out->data();
     args.ldo = out->row_stride();
     if (call.residual && (call.residual->data() != args.out || args.epilogue.residual_ld != args.ldo ||
@@ -125,24 +153,27 @@ py::object run(LinearCall& call, DType out_type, const std::string& engine, py::
   }
   if (call.x.on_cpu()) return py::none();
   TensorFactory factory(call.x.dl.device);
-  const Candidate* candidate = &select(problem_of(call), device_capability(call.x.device()), engine);
+  const Candidate& candidate = select(problem_of(call), device_capability(call.x.device()), engine);
   py::object result =
       out ? py::reinterpret_borrow<py::object>(out_object) : factory.make(call.out_shape, out_type, &args.out);
-  run_gemm(*candidate, args, call.x.device(), factory.current_stream(),
+  run_gemm(candidate, args, call.x.device(), factory.current_stream(),
            [&factory](size_t bytes) { return factory.scratch(bytes); });
   return result;
 }
 
 py::object linear(py::handle x, py::handle w, py::handle x_scale, py::handle w_scale, py::handle bias,
                   py::handle activation, py::handle residual, const std::string& out_dtype, py::handle out_scale,
-                  const std::string& engine, py::handle out) {
+                  const std::string& engine, py::handle out, py::handle x_zero_point, py::handle w_sum,
+                  bool constant_weight) {
   LinearCall call = checked_operands(x, w);
+  call.args.constant_weight = constant_weight;
   EpilogueArgs& epilogue = call.args.epilogue;
   epilogue.x_scale = parse_scale(x_scale, "x_scale", call.args.m, call.x);
   epilogue.w_scale = parse_scale(w_scale, "w_scale", call.args.n, call.x);
   parse_bias(call, bias);
   epilogue.activation = parse_activation(activation);
   parse_residual(call, residual);
+  parse_zero_point(call, x_zero_point, w_sum);
   if (!out_scale.is_none()) {
     epilogue.out_scale = parse_scale(out_scale, "out_scale", -1, call.x);
     return run(call, DType::kInt8, engine, out);
@@ -208,7 +239,7 @@ py::dict explain_problem(int64_t m, int64_t n, int64_t k, const std::string& out
 void bind_gemm(py::module_& module) {
   module.def("linear", &linear, py::arg("x"), py::arg("w"), py::arg("x_scale"), py::arg("w_scale"), py::arg("bias"),
              py::arg("activation"), py::arg("residual"), py::arg("out_dtype"), py::arg("out_scale"), py::arg("engine"),
-             py::arg("out"));
+             py::arg("out"), py::arg("x_zero_point"), py::arg("w_sum"), py::arg("constant_weight"));
   module.def("matmul", &matmul, py::arg("x"), py::arg("w"), py::arg("alpha"), py::arg("engine"), py::arg("out"));
   module.def("select", &explain_problem, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("raw"),
              py::arg("double_activation"), py::arg("engine"), py::arg("compute_capability"), py::arg("sm_count"),

@@ -15,6 +15,7 @@ from octofuse.ops import (
     quantize_per_tensor,
     quantize_per_token,
     tune_cublaslt,
+    weight_sums,
 )
 
 __version__ = "0.1.0"
@@ -31,4 +32,5 @@ __all__ = [
     "quantize_per_tensor",
     "quantize_per_token",
     "tune_cublaslt",
+    "weight_sums",
 ]

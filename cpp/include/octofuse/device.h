@@ -38,6 +38,10 @@ Capability capability_for(int compute_capability, int sm_count);
 // The capability of a device, asked once and kept. Throws RuntimeError where there is none.
 const Capability& device_capability(int device);
 
+// Whether captured kernels may overlap their predecessors (programmatic dependent launch); true at start. Returns the
+// setting before.
+bool allow_overlap(bool allowed);
+
 // Makes `device` current for its lifetime.
 class DeviceGuard {
  public:

@@ -19,7 +19,7 @@
 
 namespace octofuse {
 
-enum class Engine : int8_t { kCutlassSm90, kCutlassSm80, kCublasLt, kNaive };
+enum class Engine : int8_t { kSkinny, kWgmma, kCutlassSm90, kCutlassSm80, kCublasLt, kNaive };
 
 // What select() may look at: the shape and the kind of output, never a pointer or a value.
 struct GemmProblem {
@@ -31,12 +31,15 @@ struct GemmProblem {
   bool double_activation = false;  // fp32 output through gelu, gelu_tanh or silu
 };
 
-// One kernel that could serve: an engine and, for CUTLASS, one of its tiles.
+// One kernel that could serve: an engine, one of its tiles and how its blocks share the work. Products are exact, so
+// none of it changes a bit of the output.
 struct Candidate {
   Engine engine;
-  const char* name;  // "cutlass_sm90/128x128x128_pingpong_2x1"
+  std::string name;  // "wgmma/64x64_split2"
   int tile;          // index into the engine's own table
   int tile_m, tile_n;
+  int split;          // wgmma: blocks that share the K of a tile
+  int blocks_per_sm;  // wgmma: how many blocks share an SM's memory
 };
 
 // Every candidate of this library, in a fixed order.
@@ -49,8 +52,9 @@ struct Decision {
 };
 
 // A pure function of the problem, the capability and the wish. `engine` is "auto", an engine's name ("cutlass",
-// "cutlass_sm90", "cutlass_sm80", "cublaslt", "naive") or a candidate's whole name. Throws ValueError for an unknown
-// name and for a wish that cannot be served (with the reason). It runs in every call and allocates nothing.
+// "cutlass_sm90", "cutlass_sm80", "wgmma", "skinny", "cublaslt", "naive") or a candidate's whole name. Throws
+// ValueError for an unknown name and for a wish that cannot be served (with the reason). It runs in every call and
+// allocates nothing.
 const Candidate& select(const GemmProblem& problem, const Capability& capability, std::string_view engine);
 
 // The same choice with a reason for every other candidate that the wish names.
@@ -61,6 +65,8 @@ struct EpilogueArgs {
   ScaleView x_scale;               // fp32, one or [M]
   ScaleView w_scale;               // fp32, one or [N]
   ScaleView out_scale;             // fp32, one; int8 output only
+  IntView x_zero;                  // int32, one or [M]: read where w_sum is given
+  const int32_t* w_sum = nullptr;  // [N]: sum_k w[n, k]; given, x is asymmetric and stands for x - x_zero
   const void* bias = nullptr;      // [N], bias_type, stride 1
   const void* residual = nullptr;  // [M, N], residual_type, row stride residual_ld
   int64_t residual_ld = 0;
@@ -80,6 +86,9 @@ struct GemmArgs {
   int64_t ldo = 0;
   DType out_type = DType::kFloat16;
   EpilogueArgs epilogue;
+  // Nothing in flight on the stream writes w, w_scale, bias or w_sum: in a captured chain they may be read before the
+  // kernel's predecessor has finished.
+  bool constant_weight = false;
 };
 
 // Scratch memory on the current stream; freed by the caller after the launch.

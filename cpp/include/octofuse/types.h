@@ -35,4 +35,11 @@ struct ScaleView {
   float value = 1.0F;
 };
 
+// One int32 per row: data[i * step], or `value` where there is no tensor.
+struct IntView {
+  const int32_t* data = nullptr;
+  int64_t step = 0;
+  int32_t value = 0;
+};
+
 }  // namespace octofuse

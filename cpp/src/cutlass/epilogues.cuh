@@ -16,6 +16,10 @@ __device__ inline float scale_at(const ScaleView& scale, int64_t index) {
   return scale.data != nullptr ? __ldg(scale.data + index * scale.step) : scale.value;
 }
 
+__device__ inline int32_t zero_at(const IntView& zero, int64_t index) {
+  return zero.data != nullptr ? __ldg(zero.data + index * zero.step) : zero.value;
+}
+
 // 1 / s rounded once to fp32 for every s, without a subroutine call (a call in a kernel serialises its wgmmas): a
 // double approximation good to 2^-50 cannot round to the wrong fp32 neighbour, since 1/s stays 2^-48 away from every
 // midpoint.
@@ -28,24 +32,22 @@ __device__ inline float reciprocal(float s) {
   return static_cast<float>(r);
 }
 
-__device__ inline float exp_approximate(float z) {
-  float e;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(z, 1.4426950408889634F)));
-  return e;
-}
-
-// t / (1 + exp(z)) without cancellation, without a subroutine call and with two special-function instructions. For z <
-// 0 (most of t's weight is kept) it is t - t * s with the small s = exp(z) / (1 + exp(z)), so that only s carries the
-// approximations' error.
+// t / (1 + exp(z)) without cancellation, without a subroutine call and with two special-function instructions. With
+// s = exp(-|z|) / (1 + exp(-|z|)), at most a half, it is t - t * s for z < 0 (most of t is kept, and only s carries the
+// approximations' error) and t * s for z >= 0. In the far tail s is held 2^24 times larger: it would leave fp32 before
+// the product does.
 __device__ inline float times_logistic(float t, float z) {
-  const float e = exp_approximate(fminf(z, 80.0F));
-  float inverse = __fdividef(1.0F, __fadd_rn(1.0F, e));
-  const float small = __fmul_rn(e, inverse);
-  // Far in the tail 1 + exp(z) is exp(z), which may leave fp32 while its inverse has not.
-  if (z > 80.0F) inverse = exp_approximate(-z);
+  const float exponent = __fmul_rn(fabsf(z), -1.4426950408889634F);
+  const bool far = exponent < -64.0F;
+  const float down = far ? 1.0F / 16777216.0F : 1.0F;
+  float e;
+  float inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(far ? __fadd_rn(exponent, 24.0F) : exponent));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fmaf_rn(e, down, 1.0F)));
+  const float s = __fmul_rn(e, inverse);
   // An infinite t stays one: inf - inf * 0 would not.
-  const float large = small == 0.0F ? t : __fmaf_rn(-t, small, t);
-  return z < 0.0F ? large : __fmul_rn(t, inverse);
+  const float kept = s == 0.0F ? t : __fmaf_rn(-t, __fmul_rn(s, down), t);
+  return z < 0.0F ? kept : __fmul_rn(__fmul_rn(t, s), down);
 }
 
 // Activations for fp16, bf16 and int8 outputs. The forms do not cancel: gelu goes through erfc, gelu_tanh and silu
@@ -82,7 +84,7 @@ static __device__ __noinline__ float activate_accurate(float t, Activation activ
 // unrolled over a whole tile, the activation's code outgrows the instruction cache and costs more than it computes.
 template <Activation kActivation, int kSize>
 __device__ inline void activate_all(float (&t)[kSize]) {
-  constexpr int kGroup = kSize > 4 && kActivation != Activation::kRelu ? 4 : kSize;
+  constexpr int kGroup = kSize > 8 && kActivation != Activation::kRelu ? 4 : kSize;
   static_assert(kSize % kGroup == 0);
 #pragma unroll 1
   for (int step = 0; step < kSize / kGroup; ++step) {
@@ -137,6 +139,8 @@ struct Operands {
   float x_scale[kSize];
   float bias[kSize];      // read only where args.bias is given
   float residual[kSize];  // likewise
+  int32_t w_sum[kSize];   // w_sum and x_zero: read only where args.w_sum is given
+  int32_t x_zero[kSize];
 };
 
 // residual[m, n] in fp32; the switch on its type stands outside the loop.
@@ -160,6 +164,36 @@ __device__ inline void load_residual(const Coordinates<kSize>& at, const Epilogu
   }
 }
 
+// Consecutive columns of one row; kWide: with 16-byte loads.
+template <bool kWide, class T, int kSize>
+__device__ inline void load_residual_row_as(const Coordinates<kSize>& at, const EpilogueArgs& args,
+                                            float (&residual)[kSize]) {
+  if constexpr (kWide) {
+    struct alignas(16) Pack {
+      T values[kSize];
+    };
+    const T* row = static_cast<const T*>(args.residual) + static_cast<int64_t>(at.m[0]) * args.residual_ld + at.n[0];
+    const Pack pack = *reinterpret_cast<const Pack*>(row);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) residual[i] = to_float(pack.values[i]);
+  } else {
+    load_residual_as<T>(at, args, residual);
+  }
+}
+
+template <bool kWide, int kSize>
+__device__ inline void load_residual_row(const Coordinates<kSize>& at, const EpilogueArgs& args,
+                                         float (&residual)[kSize]) {
+  switch (args.residual_type) {
+    case DType::kFloat16:
+      return load_residual_row_as<kWide, __half>(at, args, residual);
+    case DType::kBFloat16:
+      return load_residual_row_as<kWide, __nv_bfloat16>(at, args, residual);
+    default:
+      return load_residual_row_as<kWide, float>(at, args, residual);
+  }
+}
+
 // All operands straight from global memory: for kernels whose epilogue is not their bottleneck.
 template <int kSize>
 __device__ inline void load_operands(const Coordinates<kSize>& at, const EpilogueArgs& args,
@@ -169,94 +203,146 @@ __device__ inline void load_operands(const Coordinates<kSize>& at, const Epilogu
     operands.w_scale[i] = scale_at(args.w_scale, at.column(i));
     operands.x_scale[i] = scale_at(args.x_scale, at.row(i));
     if (args.bias != nullptr) operands.bias[i] = load_as_float(args.bias, args.bias_type, at.column(i));
+    if (args.w_sum != nullptr) {
+      operands.w_sum[i] = __ldg(args.w_sum + at.column(i));
+      operands.x_zero[i] = zero_at(args.x_zero, at.row(i));
+    }
   }
   if (args.residual != nullptr) load_residual(at, args, operands.residual);
 }
 
-// The whole formula over one fragment of accumulators, up to the last fp32 value before the final rounding. Run-time
-// switches stand outside the loops. kDoubleActivation: the kernel may call activate_accurate.
-template <bool kDoubleActivation, int kSize>
-__device__ inline void dequantize_activate_add(const int32_t (&acc)[kSize], const Operands<kSize>& operands,
-                                               const EpilogueArgs& args, float (&t)[kSize]) {
+// The steps of the formula over one fragment. Each takes its run-time switch outside the loop.
+
+template <int kSize>
+__device__ inline void dequantize(const int32_t (&acc)[kSize], const Operands<kSize>& operands, float (&t)[kSize]) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
     t[i] = __fmul_rn(__fmul_rn(__int2float_rn(acc[i]), operands.w_scale[i]), operands.x_scale[i]);
   }
-  if (args.bias != nullptr) {
+}
+
+template <int kSize>
+__device__ inline void add(const float (&values)[kSize], float (&t)[kSize]) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) t[i] = __fadd_rn(t[i], operands.bias[i]);
-  }
-  if (args.activation == Activation::kRelu) {
+  for (int i = 0; i < kSize; ++i) t[i] = __fadd_rn(t[i], values[i]);
+}
+
+template <int kSize>
+__device__ inline void subtract_zero_points(const Operands<kSize>& operands, int32_t (&acc)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) acc[i] -= operands.x_zero[i] * operands.w_sum[i];
+}
+
+// kDoubleActivation: the kernel may call activate_accurate.
+template <bool kDoubleActivation, int kSize>
+__device__ inline void activate_by(Activation activation, float (&t)[kSize]) {
+  if (activation == Activation::kNone) return;
+  if (activation == Activation::kRelu) {
     activate_all<Activation::kRelu>(t);
-  } else if (args.activation != Activation::kNone) {
-    if constexpr (kDoubleActivation) {
+  } else if constexpr (kDoubleActivation) {
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) t[i] = activate_accurate(t[i], args.activation);
-    } else if (args.activation == Activation::kGelu) {
-      activate_all<Activation::kGelu>(t);
-    } else if (args.activation == Activation::kGeluTanh) {
-      activate_all<Activation::kGeluTanh>(t);
-    } else {
-      activate_all<Activation::kSilu>(t);
-    }
-  }
-  if (args.residual != nullptr) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) t[i] = __fadd_rn(t[i], operands.residual[i]);
+    for (int i = 0; i < kSize; ++i) t[i] = activate_accurate(t[i], activation);
+  } else if (activation == Activation::kGelu) {
+    activate_all<Activation::kGelu>(t);
+  } else if (activation == Activation::kGeluTanh) {
+    activate_all<Activation::kGeluTanh>(t);
+  } else {
+    activate_all<Activation::kSilu>(t);
   }
 }
 
-// The formula with its final rounding to `Out`: __half, __nv_bfloat16, float, int8_t (requantised) or int32_t (raw).
+// The final rounding; `r` and `low` are those of int8.
+template <class Out, int kSize>
+__device__ inline void round_to(const float (&t)[kSize], float low, float r, Out (&out)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    if constexpr (std::is_same_v<Out, int8_t>) {
+      out[i] = requantize(t[i], r, low);
+    } else if constexpr (std::is_same_v<Out, __half>) {
+      out[i] = __float2half_rn(t[i]);
+    } else if constexpr (std::is_same_v<Out, __nv_bfloat16>) {
+      out[i] = __float2bfloat16_rn(t[i]);
+    } else {
+      out[i] = t[i];
+    }
+  }
+}
+
+// The formula to `Out`: __half, __nv_bfloat16, float, int8_t (requantised) or int32_t (raw).
 template <class Out, bool kDoubleActivation = std::is_same_v<Out, float>, int kSize>
-__device__ inline void epilogue(const int32_t (&acc)[kSize], const Operands<kSize>& operands, const EpilogueArgs& args,
+__device__ inline void epilogue(int32_t (&acc)[kSize], const Operands<kSize>& operands, const EpilogueArgs& args,
                                 Out (&out)[kSize]) {
   if constexpr (std::is_same_v<Out, int32_t>) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) out[i] = acc[i];
   } else {
     float t[kSize];
-    dequantize_activate_add<kDoubleActivation>(acc, operands, args, t);
+    if (args.w_sum != nullptr) subtract_zero_points(operands, acc);
+    dequantize(acc, operands, t);
+    if (args.bias != nullptr) add(operands.bias, t);
+    activate_by<kDoubleActivation>(args.activation, t);
+    if (args.residual != nullptr) add(operands.residual, t);
     float r = 0.0F;
     if constexpr (std::is_same_v<Out, int8_t>) r = reciprocal(scale_at(args.out_scale, 0));
+    round_to(t, args.clamp_low, r, out);
+  }
+}
+
+// The same without a branch, for a kernel that is compiled per activation and whose operands are neutral where they are
+// absent: bias and residual -0 (adding it changes no value, not even the sign of a zero), w_sum and x_zero 0.
+template <Activation kActivation, class Out, int kSize>
+__device__ inline void epilogue(int32_t (&acc)[kSize], const Operands<kSize>& operands, float low, float r,
+                                Out (&out)[kSize]) {
+  if constexpr (std::is_same_v<Out, int32_t>) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) out[i] = acc[i];
+  } else {
+    float t[kSize];
+    subtract_zero_points(operands, acc);
+    dequantize(acc, operands, t);
+    add(operands.bias, t);
+    if constexpr (kActivation != Activation::kNone) activate_all<kActivation>(t);
+    add(operands.residual, t);
+    round_to(t, low, r, out);
+  }
+}
+
+// A fragment of consecutive columns of one row to memory; kWide: 16-byte stores are allowed, and it lies wholly inside.
+template <bool kWide, class Out, int kSize>
+__device__ inline void store_piece(Out* destination, const Coordinates<kSize>& at, const Out (&values)[kSize]) {
+  if constexpr (kWide) {
+    struct alignas(sizeof(Out) * kSize < 16 ? sizeof(Out) * kSize : 16) Pack {
+      Out values[kSize];
+    } pack;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) pack.values[i] = values[i];
+    *reinterpret_cast<Pack*>(destination) = pack;
+  } else {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      if constexpr (std::is_same_v<Out, int8_t>) {
-        out[i] = requantize(t[i], r, args.clamp_low);
-      } else if constexpr (std::is_same_v<Out, __half>) {
-        out[i] = __float2half_rn(t[i]);
-      } else if constexpr (std::is_same_v<Out, __nv_bfloat16>) {
-        out[i] = __float2bfloat16_rn(t[i]);
-      } else {
-        out[i] = t[i];
-      }
+      if (at.inside(i)) destination[i] = values[i];
     }
   }
 }
 
-// One fragment of consecutive columns of one row to memory; `vector`: the address and the row stride allow one store.
 template <class Out, int kSize>
-__device__ inline void store_row(void* out, int64_t offset, const int32_t (&acc)[kSize], const Coordinates<kSize>& at,
+__device__ inline void store_row(void* out, int64_t offset, int32_t (&acc)[kSize], const Coordinates<kSize>& at,
                                  const EpilogueArgs& args, bool vector) {
-  struct alignas(sizeof(Out) * kSize) Packed {
-    Out values[kSize];
-  } packed;
   Operands<kSize> operands;
   if constexpr (!std::is_same_v<Out, int32_t>) load_operands(at, args, operands);
-  epilogue<Out>(acc, operands, args, packed.values);
+  Out values[kSize];
+  epilogue<Out>(acc, operands, args, values);
   Out* destination = static_cast<Out*>(out) + offset;
   if (vector && at.inside(kSize - 1)) {
-    *reinterpret_cast<Packed*>(destination) = packed;
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    if (at.inside(i)) destination[i] = packed.values[i];
+    store_piece<true>(destination, at, values);
+  } else {
+    store_piece<false>(destination, at, values);
   }
 }
 
 // store_row with the output type known only at run time: for kernels that would otherwise be compiled five times.
 template <int kSize>
-__device__ inline void store_row(void* out, DType type, int64_t offset, const int32_t (&acc)[kSize],
+__device__ inline void store_row(void* out, DType type, int64_t offset, int32_t (&acc)[kSize],
                                  const Coordinates<kSize>& at, const EpilogueArgs& args, bool vector) {
   switch (type) {
     case DType::kInt32:

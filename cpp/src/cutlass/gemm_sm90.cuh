@@ -12,10 +12,10 @@
 
 #include <type_traits>
 
-#include "cutlass/epilogues.cuh"
 #include "cutlass/gemm_cutlass.h"
 #include "cutlass/tiles_sm90.h"
 #include "kernels/launch.h"
+#include "kernels/tile_epilogue.cuh"
 
 namespace octofuse::sm90 {
 
@@ -23,13 +23,9 @@ namespace octofuse::sm90 {
 // finished outputs, which the collective stores through shared memory and TMA. A tile's row and column vectors are read
 // once into shared memory, already as fp32: types and flags stay run-time switches, and no tile is compiled twice for
 // them.
-template <class Element, class Out, int kTileM, int kTileN>
+template <class Element, class Out, int kTileM, int kTileN, int kThreads>
 struct FormulaNode : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
-  struct SharedStorage {
-    alignas(16) float w_scale[kTileN];
-    alignas(16) float bias[kTileN];
-    alignas(16) float x_scale[kTileM];
-  };
+  using SharedStorage = TileVectors<kTileM, kTileN>;
   using Arguments = EpilogueArgs;
   using Params = EpilogueArgs;
 
@@ -66,8 +62,8 @@ struct FormulaNode : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
   template <class ThreadCoordinates>
   struct ConsumerStoreCallbacks : cutlass::epilogue::fusion::detail::EmptyConsumerStoreCallbacks {
     CUTLASS_DEVICE ConsumerStoreCallbacks(ThreadCoordinates coordinates, int tile_m, int tile_n, int thread_m,
-                                          int thread_n, int m_end, int n_end, int thread, int threads,
-                                          Params const* params, SharedStorage* shared)
+                                          int thread_n, int m_end, int n_end, int thread, Params const* params,
+                                          SharedStorage* shared)
         : coordinates(coordinates),
           tile_m(tile_m),
           tile_n(tile_n),
@@ -76,7 +72,6 @@ struct FormulaNode : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
           m_end(m_end),
           n_end(n_end),
           thread(thread),
-          threads(threads),
           params(params),
           shared(shared) {}
 
@@ -84,14 +79,8 @@ struct FormulaNode : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
     // the last tile's readers already: its TMA store needs that.
     CUTLASS_DEVICE void begin() {
       if constexpr (!std::is_same_v<Out, int32_t>) {
-        for (int i = thread; i < kTileN; i += threads) {
-          const int n = min(tile_n + i, n_end - 1);
-          shared->w_scale[i] = scale_at(params->w_scale, n);
-          if (params->bias != nullptr) shared->bias[i] = load_as_float(params->bias, params->bias_type, n);
-        }
-        for (int i = thread; i < kTileM; i += threads) {
-          shared->x_scale[i] = scale_at(params->x_scale, min(tile_m + i, m_end - 1));
-        }
+        const TileOutput output{nullptr, 0, DType::kOther, false, m_end, n_end};
+        load_vectors<kThreads>(*params, output, tile_m, tile_n, false, thread, *shared);
       }
     }
     CUTLASS_DEVICE bool begin_sync_needed() const { return !std::is_same_v<Out, int32_t>; }
@@ -117,6 +106,8 @@ struct FormulaNode : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
         operands.w_scale[i] = shared->w_scale[n];
         operands.x_scale[i] = shared->x_scale[m];
         operands.bias[i] = shared->bias[n];
+        operands.w_sum[i] = shared->w_sum[n];
+        operands.x_zero[i] = shared->x_zero[m];
       }
       if (params->residual != nullptr) load_residual(at, *params, operands.residual);
       Out out[kSize];
@@ -131,7 +122,7 @@ struct FormulaNode : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
     int tile_m, tile_n;             // the tile's first element in the matrix
     int thread_m, thread_n;         // this thread's first element in the tile
     int m_end, n_end;
-    int thread, threads;
+    int thread;
     Params const* params;
     SharedStorage* shared;
   };
@@ -144,10 +135,9 @@ struct FormulaNode : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
     const int n_end = get<1>(args.problem_shape_mnkl);
     const int tile_m = m_end - get<0>(args.residue_cD);
     const int tile_n = n_end - get<1>(args.residue_cD);
-    return ConsumerStoreCallbacks<decltype(args.tCcD)>(args.tCcD, tile_m, tile_n,
-                                                       m_end - get<0>(args.residue_tCcD) - tile_m,
-                                                       n_end - get<1>(args.residue_tCcD) - tile_n, m_end, n_end,
-                                                       args.thread_idx, size(args.tiled_mma), params_, shared_);
+    return ConsumerStoreCallbacks<decltype(args.tCcD)>(
+        args.tCcD, tile_m, tile_n, m_end - get<0>(args.residue_tCcD) - tile_m,
+        n_end - get<1>(args.residue_tCcD) - tile_n, m_end, n_end, args.thread_idx, params_, shared_);
   }
 
   Params const* params_ = nullptr;
@@ -180,8 +170,8 @@ struct Kernel {
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
       cutlass::epilogue::collective::EpilogueTileAuto, int32_t, float, void, RowMajor, kOutAlignment, Element, RowMajor,
       kOutAlignment, typename Tile::EpilogueSchedule,
-      FormulaNode<Element, typename FormulaType<Element>::type, cute::size<0>(TileShape{}),
-                  cute::size<1>(TileShape{})>>::CollectiveOp;
+      FormulaNode<Element, typename FormulaType<Element>::type, cute::size<0>(TileShape{}), cute::size<1>(TileShape{}),
+                  Tile::kEpilogueThreads>>::CollectiveOp;
 
   using CollectiveMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, int8_t, RowMajor, kInAlignment, int8_t,

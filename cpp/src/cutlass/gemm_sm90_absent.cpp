@@ -1,6 +1,7 @@
 // Linked instead of the sm_90a kernels where the build leaves them out; select() never sends a call here.
 #include "cutlass/gemm_cutlass.h"
 #include "octofuse/error.h"
+#include "wgmma/launch.h"
 
 namespace octofuse::sm90 {
 namespace {
@@ -16,3 +17,11 @@ void run_i8(int, const GemmArgs&, int, cudaStream_t) { absent(); }
 void run_i32(int, const GemmArgs&, int, cudaStream_t) { absent(); }
 
 }  // namespace octofuse::sm90
+
+namespace octofuse::wgmma {
+
+void run(int, int, int, const GemmArgs&, int, cudaStream_t) {
+  throw RuntimeError("wgmma: this build holds no sm_90a kernels");
+}
+
+}  // namespace octofuse::wgmma

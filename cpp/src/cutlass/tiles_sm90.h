@@ -14,6 +14,7 @@ struct Tile128x128x128Pingpong2x1 {
   using ClusterShape = cute::Shape<cute::_2, cute::_1, cute::_1>;
   using MainloopSchedule = cutlass::gemm::KernelTmaWarpSpecializedPingpong;
   using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecialized;
+  static constexpr int kEpilogueThreads = 128;  // a warpgroup finishes a tile alone
 };
 
 // M <= 64, and outputs too small to give every SM a 128-row tile.
@@ -22,6 +23,7 @@ struct Tile64x128x128Pingpong1x1 {
   using ClusterShape = cute::Shape<cute::_1, cute::_1, cute::_1>;
   using MainloopSchedule = cutlass::gemm::KernelTmaWarpSpecializedPingpong;
   using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecialized;
+  static constexpr int kEpilogueThreads = 128;  // a warpgroup finishes a tile alone
 };
 
 }  // namespace octofuse::sm90

@@ -17,6 +17,7 @@ int toolkit_version() { return 0; }
 const char* cutlass_version() { return ""; }
 CublasLtStatus cublaslt_status() { return {false, "this octofuse was built for the CPU only", "", 0}; }
 const Capability& device_capability(int) { absent(); }
+bool allow_overlap(bool) { return false; }
 DeviceGuard::DeviceGuard(int) { absent(); }
 DeviceGuard::~DeviceGuard() = default;
 void run_gemm(const Candidate&, const GemmArgs&, int, Stream, const Allocator&) { absent(); }

@@ -4,9 +4,11 @@
 #include "cublaslt/matmul.h"
 #include "cutlass/gemm_cutlass.h"
 #include "kernels/gemm_naive.h"
+#include "kernels/gemm_skinny.h"
 #include "octofuse/error.h"
 #include "octofuse/gemm.h"
 #include "octofuse/quantize.h"
+#include "wgmma/launch.h"
 
 namespace octofuse {
 namespace {
@@ -89,6 +91,10 @@ void run_gemm(const Candidate& candidate, const GemmArgs& args, int device, Stre
   if (candidate.engine == Engine::kNaive) return run_naive(args, cuda_stream);
   const GemmArgs aligned = with_aligned_operands(args, device, stream, allocate);
   switch (candidate.engine) {
+    case Engine::kSkinny:
+      return skinny::run(candidate.tile, aligned, device, cuda_stream);
+    case Engine::kWgmma:
+      return wgmma::run(candidate.tile, candidate.split, candidate.blocks_per_sm, aligned, device, cuda_stream);
     case Engine::kCutlassSm90:
       return run_sm90(candidate.tile, aligned, device, cuda_stream);
     case Engine::kCutlassSm80:

@@ -1,24 +1,13 @@
 // Which kernel serves a problem. Pure host logic: it runs, and is tested, without a GPU.
 #include <algorithm>
-#include <cmath>
+#include <array>
+#include <tuple>
 
+#include "gemm/candidates.h"
 #include "octofuse/error.h"
 #include "octofuse/gemm.h"
 
 namespace octofuse {
-
-// Indices follow tiles_sm90.h and gemm_sm80.cu.
-const std::vector<Candidate>& candidates() {
-  static const std::vector<Candidate> all = {
-      {Engine::kCutlassSm90, "cutlass_sm90/128x128x128_pingpong_2x1", 0, 128, 128},
-      {Engine::kCutlassSm90, "cutlass_sm90/64x128x128_pingpong_1x1", 1, 64, 128},
-      {Engine::kCutlassSm80, "cutlass_sm80/128x128x64", 0, 128, 128},
-      {Engine::kCutlassSm80, "cutlass_sm80/64x64x64", 1, 64, 64},
-      {Engine::kCublasLt, "cublaslt", 0, 0, 0},
-      {Engine::kNaive, "naive", 0, 16, 16},
-  };
-  return all;
-}
 
 namespace {
 
@@ -62,8 +51,26 @@ const char* why_not_naive(const GemmProblem& problem, const Capability& capabili
   return nullptr;
 }
 
+const char* why_not_skinny(const Candidate& candidate, const GemmProblem& problem, const Capability& capability) {
+  if (problem.m > candidate.tile_m) return "M is larger than its tile";
+  if (problem.double_activation) return "fp32 output evaluates gelu and silu in double";
+  return why_not_sm80(capability);
+}
+
+const char* why_not_wgmma(const GemmProblem& problem, const Capability& capability) {
+  if (capability.compute_capability != 90) return "needs compute capability 9.0 (wgmma)";
+  if (!capability.kernels_sm90a) return "this build holds no sm_90a kernels";
+  if (problem.double_activation) return "fp32 output evaluates gelu and silu in double, which would serialise wgmma";
+  if (problem.m > 4000000 || problem.n > 4000000) return "its grid covers at most 4 million rows of each operand";
+  return nullptr;
+}
+
 const char* why_not(const Candidate& candidate, const GemmProblem& problem, const Capability& capability) {
   switch (candidate.engine) {
+    case Engine::kSkinny:
+      return why_not_skinny(candidate, problem, capability);
+    case Engine::kWgmma:
+      return why_not_wgmma(problem, capability);
     case Engine::kCutlassSm90:
       return why_not_sm90(problem, capability);
     case Engine::kCutlassSm80:
@@ -81,37 +88,13 @@ bool matches(const Candidate& candidate, std::string_view wish) {
          (wish == "cutlass" && name.substr(0, 8) == "cutlass_");
 }
 
-// Lower is better. A placeholder for measured tables: waves of tiles over the SMs, then the engine's own rank.
-double cost(const Candidate& candidate, const GemmProblem& problem, const Capability& capability) {
-  const double sms = std::max(1, capability.sm_count);
-  const auto tiles = [&](int tile_m, int tile_n) {
-    return static_cast<double>((problem.m + tile_m - 1) / tile_m) *
-           static_cast<double>((problem.n + tile_n - 1) / tile_n);
-  };
-  switch (candidate.engine) {
-    case Engine::kCublasLt:
-      return problem.raw ? 0.0 : 1e18;  // int32 is its home; with a second pass it comes after every fused kernel
-    case Engine::kNaive:
-      return 1e30;
-    default: {
-      const double waves = std::ceil(tiles(candidate.tile_m, candidate.tile_n) / sms);
-      const double per_tile = candidate.tile_m * static_cast<double>(candidate.tile_n);
-      // Measured on an H200 at 2048 x 1920 x 1920, where both sm_90a tiles fill their waves alike: the 64-row tile,
-      // which re-reads its operands more often, took 1.30 times as long, and mma.sync 2.6 times.
-      const double smaller = candidate.tile != 0 ? 1.3 : 1.0;
-      const double older = candidate.engine == Engine::kCutlassSm80 ? 2.6 : 1.0;
-      return waves * per_tile * smaller * older;
-    }
-  }
-}
-
 // The cheapest candidate that the wish names and that can serve; nullptr if there is none.
 const Candidate* cheapest(const GemmProblem& problem, const Capability& capability, std::string_view engine) {
   const Candidate* best = nullptr;
   double best_cost = 0.0;
   for (const Candidate& candidate : candidates()) {
     if (!matches(candidate, engine) || why_not(candidate, problem, capability) != nullptr) continue;
-    const double candidate_cost = cost(candidate, problem, capability);
+    const double candidate_cost = estimated_time(candidate, problem, capability);
     if (best == nullptr || candidate_cost < best_cost) {
       best = &candidate;
       best_cost = candidate_cost;
@@ -120,13 +103,52 @@ const Candidate* cheapest(const GemmProblem& problem, const Capability& capabili
   return best;
 }
 
+const Candidate* measured(const GemmProblem& problem, const Capability& capability) {
+  const Candidate* best = measured_best(problem, capability);
+  return best != nullptr && why_not(*best, problem, capability) == nullptr ? best : nullptr;
+}
+
+// The last choices of this thread, so that a call does not estimate every candidate again.
+struct Remembered {
+  GemmProblem problem;
+  int device = 0;
+  const Candidate* chosen = nullptr;
+};
+
+Remembered& slot_for(const GemmProblem& p) {
+  thread_local std::array<Remembered, 64> slots;
+  const auto mixed = static_cast<uint64_t>(p.m * 31 + p.n * 7 + p.k * 3 + static_cast<int>(p.out));
+  return slots[mixed % slots.size()];
+}
+
+auto fields(const GemmProblem& p) {
+  return std::tie(p.m, p.n, p.k, p.out, p.raw, p.ldo, p.out_aligned, p.double_activation);
+}
+
+// One number for what select() reads of a capability.
+int fingerprint(const Capability& c) {
+  return c.compute_capability * 1024 + c.sm_count * 16 + c.kernels_sm90a * 8 + c.kernels_mma * 4 + c.kernels_naive * 2 +
+         c.cublaslt;
+}
+
+const Candidate* remembered(const GemmProblem& problem, const Capability& capability) {
+  const Remembered& slot = slot_for(problem);
+  const bool same =
+      slot.chosen != nullptr && slot.device == fingerprint(capability) && fields(slot.problem) == fields(problem);
+  return same ? slot.chosen : nullptr;
+}
+
+void remember(const GemmProblem& problem, const Capability& capability, const Candidate& chosen) {
+  slot_for(problem) = {problem, fingerprint(capability), &chosen};
+}
+
 [[noreturn]] void refuse_engine(const GemmProblem& problem, const Capability& capability, std::string_view engine) {
   std::string names = "'auto', 'cutlass'";
   std::string reasons;
   for (const Candidate& candidate : candidates()) {
-    names += std::string(", '") + candidate.name + "'";
+    names += ", '" + candidate.name + "'";
     if (matches(candidate, engine)) {
-      reasons += std::string("; ") + candidate.name + ": " + why_not(candidate, problem, capability);
+      reasons += "; " + candidate.name + ": " + why_not(candidate, problem, capability);
     }
   }
   const std::string quoted = "'" + std::string(engine) + "'";
@@ -137,19 +159,31 @@ const Candidate* cheapest(const GemmProblem& problem, const Capability& capabili
 }  // namespace
 
 const Candidate& select(const GemmProblem& problem, const Capability& capability, std::string_view engine) {
-  const Candidate* chosen = cheapest(problem, capability, engine);
-  if (chosen == nullptr) refuse_engine(problem, capability, engine);
+  const bool is_auto = engine == "auto";
+  const Candidate* chosen = is_auto ? remembered(problem, capability) : nullptr;
+  if (chosen == nullptr) {
+    if (is_auto) chosen = measured(problem, capability);
+    if (chosen == nullptr) chosen = cheapest(problem, capability, engine);
+    if (chosen == nullptr) refuse_engine(problem, capability, engine);
+    if (is_auto) remember(problem, capability, *chosen);
+  }
   return *chosen;
 }
 
 Decision explain(const GemmProblem& problem, const Capability& capability, std::string_view engine) {
   Decision decision;
   decision.chosen = &select(problem, capability, engine);
-  decision.why = engine == "auto" ? "lowest estimated cost of the kernels that can serve" : "asked for by name";
+  const bool was_measured = engine == "auto" && measured(problem, capability) == decision.chosen;
+  decision.why = was_measured       ? "the fastest measured at this N and K for the next M that was timed"
+                 : engine == "auto" ? "the lowest estimated time of those that can serve"
+                                    : "asked for by name";
   for (const Candidate& candidate : candidates()) {
     if (&candidate == decision.chosen || !matches(candidate, engine)) continue;
     const char* reason = why_not(candidate, problem, capability);
-    decision.declined.emplace_back(candidate.name, reason != nullptr ? reason : "ranked behind");
+    const double time = estimated_time(candidate, problem, capability);
+    const std::string estimate =
+        time < 1e6 ? "slower: estimated " + std::to_string(static_cast<int>(time + 0.5)) + " us" : "a last resort";
+    decision.declined.emplace_back(candidate.name, reason != nullptr ? reason : estimate);
   }
   return decision;
 }

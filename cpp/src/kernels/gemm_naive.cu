@@ -30,7 +30,7 @@ __global__ void gemm_naive(GemmArgs args) {
   if (m >= args.m || n >= args.n) return;
   const Coordinates<1> at{
       {static_cast<int>(m)}, {static_cast<int>(n)}, static_cast<int>(args.m), static_cast<int>(args.n)};
-  const int32_t accs[1] = {acc};
+  int32_t accs[1] = {acc};
   store_row(args.out, args.out_type, m * args.ldo + n, accs, at, args.epilogue, false);
 }
 

@@ -1,7 +1,9 @@
 #include "kernels/launch.h"
 
+#include <algorithm>
 #include <string>
 
+#include "octofuse/device.h"
 #include "octofuse/error.h"
 
 namespace octofuse {
@@ -18,9 +20,67 @@ void check_launch(const char* kernel) {
 void allow_shared_memory(const void* kernel, int bytes, int device, DeviceFlags& raised) {
   std::atomic<bool>& done = raised.at(static_cast<size_t>(device));
   if (done.load(std::memory_order_acquire)) return;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  // The driver's own choice leaves room for one block of a kernel, and its clusters then run in waves.
+  if (status == cudaSuccess) {
+    status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  }
   if (status != cudaSuccess) throw_launch_error("cudaFuncSetAttribute", cudaGetErrorString(status));
   done.store(true, std::memory_order_release);
+}
+
+namespace {
+
+std::atomic<bool> overlap_allowed{true};
+
+// Whether every 8 elements of a row start at a multiple of 16 bytes (8 bytes for 8 bytes).
+bool is_wide(const void* data, int64_t ld, DType type) {
+  const size_t step = std::min<size_t>(16, 8 * size_of(type));
+  return reinterpret_cast<uintptr_t>(data) % step == 0 && static_cast<size_t>(ld) * size_of(type) % step == 0;
+}
+
+}  // namespace
+
+TileOutput output_of(const GemmArgs& args) {
+  const EpilogueArgs& e = args.epilogue;
+  const bool wide = args.n % 8 == 0 && is_wide(args.out, args.ldo, args.out_type) &&
+                    (e.residual == nullptr || is_wide(e.residual, e.residual_ld, e.residual_type));
+  return {args.out, args.ldo, args.out_type, wide, static_cast<int>(args.m), static_cast<int>(args.n)};
+}
+
+bool allow_overlap(bool allowed) { return overlap_allowed.exchange(allowed); }
+
+bool is_chained(cudaStream_t stream, int device) {
+  if (!overlap_allowed.load(std::memory_order_relaxed) || !device_capability(device).kernels_sm90a) return false;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusActive;
+}
+
+void launch_kernel(const char* name, const void* function, dim3 grid, dim3 block, int shared_bytes, dim3 cluster,
+                   bool overlap, void* args, cudaStream_t stream) {
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  if (cluster.x * cluster.y * cluster.z > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster.x;
+    attribute.val.clusterDim.y = cluster.y;
+    attribute.val.clusterDim.z = cluster.z;
+  }
+  if (overlap) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  void* pointers[] = {args};
+  const cudaError_t status = cudaLaunchKernelExC(&config, function, pointers);
+  if (status != cudaSuccess) throw_launch_error(name, cudaGetErrorString(status));
 }
 
 }  // namespace octofuse

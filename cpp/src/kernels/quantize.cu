@@ -7,11 +7,12 @@
 
 #include "cutlass/epilogues.cuh"
 #include "kernels/launch.h"
+#include "kernels/tile_epilogue.cuh"
 
 namespace octofuse {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kBlock = 256;  // threads
 constexpr int kVector = 8;
 constexpr int64_t kMaxBlocks = 65535;
 
@@ -50,8 +51,8 @@ template <class T>
 __global__ void quantize_tensor_kernel(QuantizeArgs args, bool vector) {
   const float r = reciprocal(scale_at(args.scale, 0));
   const int64_t packs = (args.cols + kVector - 1) / kVector;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < args.rows * packs; i += step) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kBlock;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x; i < args.rows * packs; i += step) {
     const int64_t row = i / packs;
     const int64_t col = (i - row * packs) * kVector;
     float t[kVector];
@@ -63,37 +64,82 @@ __global__ void quantize_tensor_kernel(QuantizeArgs args, bool vector) {
 // max that keeps NaN: once a row has seen one, its amax is NaN and so is its scale.
 __device__ float max_or_nan(float a, float b) { return a > b || a != a ? a : b; }
 
-__device__ float block_max(float value) {
-  __shared__ float partial[kThreads / 32];
+__device__ float warp_max(float value) {
   for (int offset = 16; offset > 0; offset /= 2) {
     value = max_or_nan(value, __shfl_xor_sync(0xFFFFFFFFU, value, offset));
   }
+  return value;
+}
+
+__device__ float block_max(float value) {
+  __shared__ float partial[kBlock / 32];
+  value = warp_max(value);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
   __syncthreads();
   value = partial[0];
-  for (int i = 1; i < kThreads / 32; ++i) value = max_or_nan(value, partial[i]);
+  for (int i = 1; i < kBlock / 32; ++i) value = max_or_nan(value, partial[i]);
   __syncthreads();  // before the next row writes `partial` again
   return value;
 }
 
-// One block a row, two passes over it: the second finds the row in L1 or L2.
+// A zero row gets scale 1, so that nobody divides by zero later.
+__device__ float scale_of(float amax) { return amax == 0.0F ? 1.0F : __fdiv_rn(amax, 127.0F); }
+
+// kThreads threads a row (a warp or a block), which stays in their registers between finding its scale and using it:
+// one read, one write. Needs rows of whole vectors, at most kThreads * kPacks of them.
+template <class T, int kThreads, int kPacks>
+__global__ void __launch_bounds__(kBlock) quantize_row_kernel(QuantizeArgs args) {
+  constexpr int kRowsPerBlock = kBlock / kThreads;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kThreads;
+  const int thread = static_cast<int>(threadIdx.x) % kThreads;
+  const int packs = static_cast<int>(args.cols / kVector);
+  wait_for_earlier_kernels();
+  let_later_kernels_start();
+  if (row >= args.rows) return;  // whole warps, and whole blocks where a row is one
+  const auto* source = reinterpret_cast<const Pack<T>*>(static_cast<const T*>(args.x) + row * args.ldx);
+  Pack<T> values[kPacks];
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    if (thread + i * kThreads < packs) values[i] = source[thread + i * kThreads];
+  }
+  float amax = 0.0F;
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    if (thread + i * kThreads >= packs) break;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) amax = max_or_nan(amax, fabsf(to_float(values[i].values[j])));
+  }
+  amax = kThreads == 32 ? warp_max(amax) : block_max(amax);
+  const float scale = scale_of(amax);
+  const float r = reciprocal(scale);
+  if (thread == 0) args.scales[row] = scale;
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    if (thread + i * kThreads >= packs) break;
+    float t[kVector];
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) t[j] = to_float(values[i].values[j]);
+    store_quantized(args.q + row * args.cols + (thread + i * kThreads) * kVector, kVector, true, t, r);
+  }
+}
+
+// Rows of any length and alignment: one block a row, two passes; the second finds the row in L1 or L2.
 template <class T>
 __global__ void quantize_token_kernel(QuantizeArgs args, bool vector) {
   for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
     const T* source = static_cast<const T*>(args.x) + row * args.ldx;
     float amax = 0.0F;
-    for (int64_t col = threadIdx.x * kVector; col < args.cols; col += kThreads * kVector) {
+    for (int64_t col = threadIdx.x * kVector; col < args.cols; col += kBlock * kVector) {
       float t[kVector];
       load_pack(source + col, args.cols - col, vector, t);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) amax = max_or_nan(amax, fabsf(t[i]));
     }
     amax = block_max(amax);
-    // A zero row gets scale 1, so that nobody divides by zero later.
-    const float scale = amax == 0.0F ? 1.0F : __fdiv_rn(amax, 127.0F);
+    const float scale = scale_of(amax);
     const float r = reciprocal(scale);
     if (threadIdx.x == 0) args.scales[row] = scale;
-    for (int64_t col = threadIdx.x * kVector; col < args.cols; col += kThreads * kVector) {
+    for (int64_t col = threadIdx.x * kVector; col < args.cols; col += kBlock * kVector) {
       float t[kVector];
       load_pack(source + col, args.cols - col, vector, t);
       store_quantized(args.q + row * args.cols + col, args.cols - col, vector, t, r);
@@ -105,8 +151,8 @@ template <class Q>
 __global__ void epilogue_kernel(DequantizeArgs args, bool vector) {
   constexpr int kSize = 4;
   const int64_t packs = (args.cols + kSize - 1) / kSize;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < args.rows * packs; i += step) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kBlock;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x; i < args.rows * packs; i += step) {
     const int64_t row = i / packs;
     const int64_t col = (i - row * packs) * kSize;
     const Q* source = static_cast<const Q*>(args.q) + row * args.ldq + col;
@@ -125,8 +171,8 @@ __global__ void epilogue_kernel(DequantizeArgs args, bool vector) {
 }
 
 __global__ void pad_kernel(const int8_t* source, int64_t rows, int64_t cols, int64_t ld, int8_t* out, int64_t padded) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < rows * padded; i += step) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kBlock;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x; i < rows * padded; i += step) {
     const int64_t row = i / padded;
     const int64_t col = i - row * padded;
     out[i] = col < cols ? source[row * ld + col] : 0;
@@ -136,7 +182,7 @@ __global__ void pad_kernel(const int8_t* source, int64_t rows, int64_t cols, int
 bool is_aligned(const void* pointer, size_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
 unsigned blocks_for(int64_t work) {
-  return static_cast<unsigned>(std::clamp<int64_t>((work + kThreads - 1) / kThreads, 1, kMaxBlocks));
+  return static_cast<unsigned>(std::clamp<int64_t>((work + kBlock - 1) / kBlock, 1, kMaxBlocks));
 }
 
 // Calls launch(T*) with the element type of a floating-point DType.
@@ -157,6 +203,27 @@ bool can_vectorise(const QuantizeArgs& args) {
          is_aligned(args.x, kVector * size_of(args.x_type));
 }
 
+template <class T>
+struct RowKernel {
+  void (*function)(QuantizeArgs) = nullptr;  // none: the row does not fit into registers or cannot be read in vectors
+  int64_t rows_per_block = 1;
+};
+
+template <class T>
+RowKernel<T> row_kernel(const QuantizeArgs& args, bool vector) {
+  if (!vector) return {};
+  const int64_t packs = args.cols / kVector;
+  constexpr int64_t kWarpRows = kBlock / 32;
+  if (packs <= 32) return {quantize_row_kernel<T, 32, 1>, kWarpRows};
+  if (packs <= 64) return {quantize_row_kernel<T, 32, 2>, kWarpRows};
+  if (packs <= 128) return {quantize_row_kernel<T, 32, 4>, kWarpRows};
+  if (packs <= 256) return {quantize_row_kernel<T, kBlock, 1>, 1};
+  if (packs <= 512) return {quantize_row_kernel<T, kBlock, 2>, 1};
+  if (packs <= 1024) return {quantize_row_kernel<T, kBlock, 4>, 1};
+  if (packs <= 2048) return {quantize_row_kernel<T, kBlock, 8>, 1};
+  return {};
+}
+
 }  // namespace
 
 void quantize_per_tensor(const QuantizeArgs& args, int device, Stream stream) {
@@ -165,7 +232,7 @@ void quantize_per_tensor(const QuantizeArgs& args, int device, Stream stream) {
   const unsigned blocks = blocks_for(args.rows * ((args.cols + kVector - 1) / kVector));
   for_float_type(args.x_type, [&](auto* type) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
-    quantize_tensor_kernel<T><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args, can_vectorise(args));
+    quantize_tensor_kernel<T><<<blocks, kBlock, 0, static_cast<cudaStream_t>(stream)>>>(args, can_vectorise(args));
   });
   check_launch("quantize_per_tensor");
 }
@@ -173,12 +240,21 @@ void quantize_per_tensor(const QuantizeArgs& args, int device, Stream stream) {
 void quantize_per_token(const QuantizeArgs& args, int device, Stream stream) {
   if (args.rows == 0) return;
   const DeviceGuard guard(device);
-  const auto blocks = static_cast<unsigned>(std::min(args.rows, int64_t{kMaxExtent}));
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  const bool vector = can_vectorise(args);
+  QuantizeArgs kernel_args = args;
   for_float_type(args.x_type, [&](auto* type) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
-    quantize_token_kernel<T><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args, can_vectorise(args));
+    const RowKernel<T> kernel = row_kernel<T>(args, vector);
+    const auto blocks = static_cast<unsigned>((args.rows + kernel.rows_per_block - 1) / kernel.rows_per_block);
+    if (kernel.function != nullptr) {
+      launch_kernel("quantize_per_token", reinterpret_cast<const void*>(kernel.function), dim3(blocks), dim3(kBlock), 0,
+                    dim3(1), is_chained(cuda_stream, device), &kernel_args, cuda_stream);
+    } else {
+      quantize_token_kernel<T><<<blocks, kBlock, 0, cuda_stream>>>(args, vector);
+      check_launch("quantize_per_token");
+    }
   });
-  check_launch("quantize_per_token");
 }
 
 void apply_epilogue(const DequantizeArgs& args, int device, Stream stream) {
@@ -188,9 +264,9 @@ void apply_epilogue(const DequantizeArgs& args, int device, Stream stream) {
   const unsigned blocks = blocks_for(args.rows * ((args.cols + 3) / 4));
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (args.q_type == DType::kInt8) {
-    epilogue_kernel<int8_t><<<blocks, kThreads, 0, cuda_stream>>>(args, vector);
+    epilogue_kernel<int8_t><<<blocks, kBlock, 0, cuda_stream>>>(args, vector);
   } else {
-    epilogue_kernel<int32_t><<<blocks, kThreads, 0, cuda_stream>>>(args, vector);
+    epilogue_kernel<int32_t><<<blocks, kBlock, 0, cuda_stream>>>(args, vector);
   }
   check_launch("apply_epilogue");
 }
@@ -199,8 +275,8 @@ void pad_rows(const int8_t* source, int64_t rows, int64_t cols, int64_t ld, int8
               Stream stream) {
   if (rows == 0) return;
   const DeviceGuard guard(device);
-  pad_kernel<<<blocks_for(rows * padded), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(source, rows, cols, ld, out,
-                                                                                            padded);
+  pad_kernel<<<blocks_for(rows * padded), kBlock, 0, static_cast<cudaStream_t>(stream)>>>(source, rows, cols, ld, out,
+                                                                                          padded);
   check_launch("pad_rows");
 }
 

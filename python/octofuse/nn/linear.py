@@ -81,7 +81,7 @@ class Int8Linear(nn.Module):
             q, scale = quantize_per_tensor(x, self.input_scale), self.input_scale
         return i8f16_linear(
             q, self.weight, scale, self.weight_scale, self.bias,
-            activation=self.activation, out_dtype=x.dtype, engine=self.engine,
+            activation=self.activation, out_dtype=x.dtype, engine=self.engine, constant_weight=True,
         )  # fmt: skip
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]

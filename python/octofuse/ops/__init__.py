@@ -2,7 +2,7 @@
 
 from octofuse.ops import _register, gemm, quantize
 from octofuse.ops.explain import Explanation, engines, explain, tune_cublaslt
-from octofuse.ops.gemm import i8f16_linear, i8i8_linear, i8i8_matmul, i8i32_matmul
+from octofuse.ops.gemm import i8f16_linear, i8i8_linear, i8i8_matmul, i8i32_matmul, weight_sums
 from octofuse.ops.quantize import dequantize, quantize_per_tensor, quantize_per_token
 
 _register.register({**gemm.IMPLEMENTATIONS, **quantize.IMPLEMENTATIONS})
@@ -19,4 +19,5 @@ __all__ = [
     "quantize_per_tensor",
     "quantize_per_token",
     "tune_cublaslt",
+    "weight_sums",
 ]

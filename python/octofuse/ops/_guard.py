@@ -60,3 +60,12 @@ def as_tensor(name: str, scale: Any, like: Tensor) -> Any:
     if not 0 < scale <= torch.finfo(torch.float32).max:
         raise ValueError(f"{name}: expected a finite number above 0, got {scale}")
     return torch.full((), float(scale), dtype=torch.float32, device=like.device)
+
+
+def as_int_tensor(name: str, value: Any, like: Tensor) -> Any:
+    """The same for an int8 zero point."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    if not -128 <= value <= 127:
+        raise ValueError(f"{name}: expected an int in [-128, 127], got {value}")
+    return torch.full((), value, dtype=torch.int32, device=like.device)

@@ -16,7 +16,7 @@ _LIBRARY = torch.library.Library("octofuse", "DEF")
 
 _LINEAR = (
     "Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? bias, str? activation, Tensor? residual, "
-    "{extra}, str engine"
+    "{extra}, str engine, Tensor? x_zero_point=None, Tensor? w_sum=None, bool constant_weight=False"
 )
 SCHEMAS = {
     "i8f16_linear": f"({_LINEAR.format(extra='ScalarType out_dtype')}) -> Tensor",

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from octofuse import _C
 from octofuse.ops import cpu
-from octofuse.ops._guard import as_tensor, dtype_name, goes_direct, refuse_gradients
+from octofuse.ops._guard import as_int_tensor, as_tensor, dtype_name, goes_direct, refuse_gradients
 from octofuse.testing import reference
 
 Scale = Tensor | float
+ZeroPoint = Tensor | int
 
 
 def i8f16_linear(
@@ -33,6 +34,9 @@ def i8f16_linear(
     out_dtype: torch.dtype = torch.float16,
     engine: str = "auto",
     out: Tensor | None = None,
+    x_zero_point: ZeroPoint | None = None,
+    w_sum: Tensor | None = None,
+    constant_weight: bool = False,
 ) -> Tensor:
     """act((x @ w^T) * w_scale * x_scale + bias) + residual, in one kernel, as fp16, bf16 or fp32.
 
@@ -47,6 +51,11 @@ def i8f16_linear(
         out_dtype: torch.float16, torch.bfloat16 or torch.float32.
         engine: "auto", or a name of `octofuse.engines()` or its part before "/". Never falls back in silence.
         out: where to write, shaped `[..., N]` in `out_dtype`, with dense rows; must not overlap x, w or bias.
+        x_zero_point: asymmetric activations, x standing for x - x_zero_point: an int in [-128, 127], or int32 with one
+            element, `[M]` or `[M, 1]`. Needs w_sum, and K <= 65793.
+        w_sum: int32 `[N]`, `octofuse.weight_sums(w)`, computed once for a weight.
+        constant_weight: promises that nothing in flight on the stream writes w, w_scale, bias or w_sum. In a captured
+            graph the kernel then reads weights before its predecessor has finished.
 
     Returns:
         `[..., N]` in `out_dtype`; `out` if it was given.
@@ -54,21 +63,27 @@ def i8f16_linear(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    if goes_direct(x, w, x_scale, w_scale, bias, residual, out):
-        return _linear(x, w, x_scale, w_scale, bias, activation, residual, out_dtype, engine, out)
+    if goes_direct(x, w, x_scale, w_scale, bias, residual, out, x_zero_point, w_sum):
+        return _linear(
+            x,
+            w,
+            x_scale,
+            w_scale,
+            bias,
+            activation,
+            residual,
+            out_dtype,
+            engine,
+            x_zero_point,
+            w_sum,
+            constant_weight,
+            out,
+        )
     # Tracing detaches what it records, so a lost gradient has to be refused here as well.
     refuse_gradients("this op", bias=bias, residual=residual, x_scale=x_scale, w_scale=w_scale, out=out)
-    arguments = (
-        x,
-        w,
-        as_tensor("x_scale", x_scale, x),
-        as_tensor("w_scale", w_scale, x),
-        bias,
-        activation,
-        residual,
-        out_dtype,
-        engine,
-    )
+    scales = (as_tensor("x_scale", x_scale, x), as_tensor("w_scale", w_scale, x))
+    zero = (as_int_tensor("x_zero_point", x_zero_point, x), w_sum, constant_weight)
+    arguments = (x, w, *scales, bias, activation, residual, out_dtype, engine, *zero)
     if out is None:
         result: Tensor = torch.ops.octofuse.i8f16_linear(*arguments)
         return result
@@ -88,21 +103,47 @@ def i8i8_linear(
     residual: Tensor | None = None,
     engine: str = "auto",
     out: Tensor | None = None,
+    x_zero_point: ZeroPoint | None = None,
+    w_sum: Tensor | None = None,
+    constant_weight: bool = False,
 ) -> Tensor:
     """`i8f16_linear` requantised to int8 in the same kernel: clamp(rne(t * (1 / out_scale)), -127, 127).
 
     out_scale is one fp32 element or a float; the other arguments are those of `i8f16_linear`.
     """
-    if goes_direct(x, w, x_scale, w_scale, bias, residual, out_scale, out):
-        return _linear_i8(x, w, x_scale, w_scale, bias, activation, residual, out_scale, engine, out)
+    if goes_direct(x, w, x_scale, w_scale, bias, residual, out_scale, out, x_zero_point, w_sum):
+        return _linear_i8(
+            x,
+            w,
+            x_scale,
+            w_scale,
+            bias,
+            activation,
+            residual,
+            out_scale,
+            engine,
+            x_zero_point,
+            w_sum,
+            constant_weight,
+            out,
+        )
     refuse_gradients("this op", bias=bias, residual=residual, x_scale=x_scale, w_scale=w_scale, out=out)
     scales = (as_tensor("x_scale", x_scale, x), as_tensor("w_scale", w_scale, x))
-    arguments = (x, w, *scales, bias, activation, residual, as_tensor("out_scale", out_scale, x), engine)
+    zero = (as_int_tensor("x_zero_point", x_zero_point, x), w_sum, constant_weight)
+    arguments = (x, w, *scales, bias, activation, residual, as_tensor("out_scale", out_scale, x), engine, *zero)
     if out is None:
         result: Tensor = torch.ops.octofuse.i8i8_linear(*arguments)
         return result
     torch.ops.octofuse.i8i8_linear_out(*arguments, out=out)
     return out
+
+
+def weight_sums(w: Tensor) -> Tensor:
+    """w int8 `[N, K]` -> the sums of its rows, int32 `[N]`: what `x_zero_point` needs, once for each weight."""
+    if w.dtype != torch.int8 or w.dim() != 2:
+        raise TypeError(f"w: expected an int8 tensor [N, K], got {w.dtype} {list(w.shape)}")
+    sums: Tensor = w.sum(1, dtype=torch.int32)
+    return sums
 
 
 def i8i32_matmul(x: Tensor, w: Tensor, *, engine: str = "auto", out: Tensor | None = None) -> Tensor:
@@ -144,16 +185,40 @@ def _linear(
     residual: Tensor | None,
     out_dtype: torch.dtype,
     engine: str,
+    x_zero_point: ZeroPoint | None = None,
+    w_sum: Tensor | None = None,
+    constant_weight: bool = False,
     out: Tensor | None = None,
     out_scale: Scale | None = None,
 ) -> Tensor:
     """Both linears: `out_scale` makes the output int8, else it is `out_dtype`."""
     refuse_gradients("this op", bias=bias, residual=residual, x_scale=x_scale, w_scale=w_scale, out=out)
     name = dtype_name(out_dtype)
-    result = _C.linear(x, w, x_scale, w_scale, bias, activation, residual, name, out_scale, engine, out)
+    result = _C.linear(
+        x,
+        w,
+        x_scale,
+        w_scale,
+        bias,
+        activation,
+        residual,
+        name,
+        out_scale,
+        engine,
+        out,
+        x_zero_point,
+        w_sum,
+        constant_weight,
+    )
     if result is not None:
         return result
-    acc = cpu.accumulate(x.reshape(-1, x.shape[-1]), w, engine)
+    flat = x.reshape(-1, x.shape[-1])
+    if x_zero_point is None or w_sum is None:
+        acc = cpu.accumulate(flat, w, engine)
+    else:
+        cpu.select(engine)
+        # oneDNN's products are rounded to fp32, from which nothing could be subtracted exactly.
+        acc = reference.subtract_zero_point(reference.accumulate(flat, w), x_zero_point, w_sum)
     flat_residual = None if residual is None else residual.reshape(acc.shape)
     t = reference.finish(acc, x_scale, w_scale, bias, activation, flat_residual, out_dtype, out_scale)
     return _deliver(t, x, w, out)
@@ -169,11 +234,15 @@ def _linear_i8(
     residual: Tensor | None,
     out_scale: Scale,
     engine: str,
+    x_zero_point: ZeroPoint | None = None,
+    w_sum: Tensor | None = None,
+    constant_weight: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     if out_scale is None:
         raise TypeError("out_scale: expected float or torch.Tensor, got NoneType")
-    return _linear(x, w, x_scale, w_scale, bias, activation, residual, torch.int8, engine, out, out_scale)
+    zero = (x_zero_point, w_sum, constant_weight)
+    return _linear(x, w, x_scale, w_scale, bias, activation, residual, torch.int8, engine, *zero, out, out_scale)
 
 
 def _matmul(x: Tensor, w: Tensor, engine: str, out: Tensor | None = None) -> Tensor:

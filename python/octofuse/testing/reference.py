@@ -1,6 +1,7 @@
 """The one formula, in plain torch: every engine, tile and device of this library is checked against this file.
 
     acc = sum_k x[m, k] * w[n, k]                               exact (int32)
+    acc = acc - x_zero[m] * w_sum[n]                            exact; only with a zero point
     t = float(acc); t = t * w_scale[n]; t = t * x_scale[m]
     t = t + bias[n]; t = act(t); t = t + residual[m, n]
     y = t rounded to fp16, bf16 or fp32, or clamp(rne(t * r), low, 127) with r = 1 / out_scale for int8
@@ -26,6 +27,12 @@ def accumulate(x: Tensor, w: Tensor) -> Tensor:
     """
     product: Tensor = x.double() @ w.double().t()
     return product.to(torch.int32)
+
+
+def subtract_zero_point(acc: Tensor, x_zero_point: Tensor | int, w_sum: Tensor) -> Tensor:
+    """acc [M, N] int32, zero point (one or [M]) and w_sum [N] int32 -> sum_k (x - x_zero_point) * w, exact."""
+    zero = torch.as_tensor(x_zero_point, dtype=torch.int32, device=acc.device).reshape(-1, 1)
+    return acc - zero * w_sum.reshape(1, -1)
 
 
 def activate(t: Tensor, activation: str | None) -> Tensor:
@@ -94,9 +101,12 @@ def linear(
     residual: Tensor | None = None,
     out_dtype: torch.dtype = torch.float16,
     out_scale: Tensor | float | None = None,
+    x_zero_point: Tensor | int | None = None,
 ) -> Tensor:
     """What `octofuse.i8f16_linear` (or, with out_scale, `i8i8_linear`) must return, for x [..., K]."""
     acc = accumulate(x.reshape(-1, x.shape[-1]), w)
+    if x_zero_point is not None:
+        acc = subtract_zero_point(acc, x_zero_point, w.sum(1, dtype=torch.int32))
     flat_residual = None if residual is None else residual.reshape(acc.shape)
     out = finish(acc, x_scale, w_scale, bias, activation, flat_residual, out_dtype, out_scale)
     return out.reshape(*x.shape[:-1], w.shape[0])

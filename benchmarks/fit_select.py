@@ -1,0 +1,92 @@
+"""From a sweep to the table that select() reads: cpp/src/gemm/measured_h200.inc.
+
+    python benchmarks/sweep_gemm.py --out benchmarks/results/h200      # on the GPU: sweep.json
+    python benchmarks/fit_select.py benchmarks/results/h200/sweep.json # anywhere
+
+For every kernel it fits the four non-negative numbers of candidates.h's TimeModel, near-best points weighing most, and for
+every swept shape it keeps the kernel that was fastest. Prints how far the models' choices lie from the best.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+SMS = 132
+USABLE = {1: 132, 2: 132, 3: 120, 4: 112}  # SMs that clusters of this many blocks can fill
+HEADER = "// Written by benchmarks/fit_select.py from {source} (cpp {cpp}, {device}). Microseconds.\n"
+
+
+def features(name: str, m: int, n: int, k: int) -> list[float]:
+    tile_m, tile_n = map(int, re.search(r"/(\d+)x(\d+)", name).groups())
+    split = int((re.search(r"_split(\d)", name) or [0, 1])[1])
+    per_sm = int((re.search(r"_x(\d)$", name) or [0, 1])[1])
+    megabytes = n * k / 1e6
+    if name.startswith("skinny"):
+        waves = math.ceil(math.ceil(n / tile_n) / (3 * SMS))
+        return [1, waves, megabytes, m * megabytes / tile_n / 8]
+    blocks = math.ceil(m / tile_m) * math.ceil(n / tile_n) * split
+    waves = math.ceil(blocks / (USABLE[split] * per_sm))
+    return [1, waves, waves * math.ceil(math.ceil(k / 128) / split), megabytes]
+
+
+def non_negative_fit(a: np.ndarray, b: np.ndarray, rounds: int = 2000) -> np.ndarray:
+    x = np.zeros(a.shape[1])
+    gram, target = a.T @ a + 1e-9 * np.eye(a.shape[1]), a.T @ b
+    for _ in range(rounds):
+        for j in range(len(x)):
+            x[j] = max(0.0, x[j] + (target[j] - gram[j] @ x) / gram[j, j])
+    return x
+
+
+def fit(times: dict[tuple[int, ...], dict[str, float]]) -> dict[str, np.ndarray]:
+    models = {}
+    for name in sorted({name for row in times.values() for name in row}):
+        points = [(features(name, *mnk), row[name], row[name] / min(row.values()))
+                  for mnk, row in times.items() if name in row]  # fmt: skip
+        weight = np.array([1 / (t * ratio**2) for _, t, ratio in points])
+        a, b = np.array([f for f, _, _ in points]), np.array([t for _, t, _ in points])
+        models[name] = non_negative_fit(a * weight[:, None], b * weight)
+    return models
+
+
+def main() -> None:
+    source = Path(sys.argv[1])
+    record = json.loads(source.read_text())
+    times = {tuple(map(int, key.split(","))): row for key, row in record["us"].items()}
+    models = fit(times)
+    names = list(models)
+    ratios = []
+    for mnk, row in times.items():
+        chosen = min(row, key=lambda name, mnk=mnk: float(np.dot(features(name, *mnk), models[name])))
+        ratios.append(row[chosen] / min(row.values()))
+    print(f"models alone, {len(ratios)} shapes: {np.exp(np.mean(np.log(ratios))):.3f}x of the best on geometric mean, "
+          f"95th percentile {np.percentile(ratios, 95):.3f}x, worst {max(ratios):.3f}x")  # fmt: skip
+    rows = sorted({m for m, _, _ in times})
+    lines = [HEADER.format(source=source.name, cpp=record["cpp"], device=record["device"])]
+    lines.append("struct NamedModel {\n  const char* name;\n  TimeModel model;\n};\n\n")
+    lines.append("constexpr NamedModel kModels[] = {\n")
+    for name in names:
+        numbers = ", ".join(f"{v:.4g}" for v in models[name])
+        lines.append(f'    {{"{name}", {{{numbers}}}}},\n')
+    lines.append("};\n\nconstexpr int64_t kMeasuredRows[] = {%s};\n\n" % ", ".join(map(str, rows)))
+    lines.append(
+        "struct MeasuredShape {\n  int64_t n, k;\n  int best[%d];  // index into kModels, or -1\n};\n\n" % len(rows)
+    )
+    lines.append("constexpr MeasuredShape kMeasured[] = {\n")
+    for n, k in sorted({mnk[1:] for mnk in times}):
+        best = [names.index(min(row, key=row.get)) if (row := times.get((m, n, k))) else -1 for m in rows]
+        lines.append(f"    {{{n}, {k}, {{{', '.join(map(str, best))}}}}},\n")
+    lines.append("};\n")
+    target = Path(__file__).resolve().parents[1] / "cpp/src/gemm/measured_h200.inc"
+    target.write_text("".join(lines))
+    print("wrote", target)
+
+
+if __name__ == "__main__":
+    main()

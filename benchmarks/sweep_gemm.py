@@ -1,0 +1,59 @@
+"""Times every kernel that could win on many shapes, for fit_select.py: `python benchmarks/sweep_gemm.py --out FOLDER`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import octofuse
+from bench_gemm import operand_sets
+from octofuse.testing.timing import device_time, environment, overlap
+
+WEIGHTS = ((768, 768), (2304, 768), (3072, 768), (768, 3072), (1920, 1920), (4800, 1600), (1600, 6400), (1024, 4096),
+           (4096, 4096), (6144, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (12288, 12288),
+           (50257, 768))  # fmt: skip
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+LARGEST = 1.3e11  # M * N * K
+
+
+def worth_timing(name: str, m: int) -> bool:
+    """Leaves out what wastes most of its tile, and kernels without a tensor-core path worth the time."""
+    found = re.match(r"(skinny|wgmma|cutlass_sm90)/(\d+)x", name)
+    if found is None:
+        return False
+    tokens = int(found[2])
+    if found[1] == "skinny":
+        return tokens < 2 * m + 16
+    if name.find("_swapped") > 0:
+        return m <= 512 and min(m, 256) / 2 <= tokens < 2 * m + 16
+    return m >= 48
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    times: dict[str, dict[str, float]] = {}
+    for n, k in WEIGHTS:
+        for m in ROWS:
+            if m * n * k > LARGEST or (n == 50257 and m > 64):
+                continue
+            sets = operand_sets(m, n, k)
+            row = times[f"{m},{n},{k}"] = {}
+            for name in filter(lambda name, m=m: worth_timing(name, m), octofuse.engines("cuda")):
+                try:
+                    with overlap(False):
+                        row[name] = round(device_time([lambda s=s, e=name: octofuse.i8f16_linear(*s, engine=e)
+                                                       for s in sets], repeats=5), 3)  # fmt: skip
+                except ValueError:  # declines, with its reason
+                    continue
+        print(n, k, flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    record = {**environment("python benchmarks/sweep_gemm.py"), "us": times}
+    (args.out / "sweep.json").write_text(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+#include "gemm/candidates.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "kernels/skinny_tiles.h"
+#include "wgmma/tiles.h"
+
+namespace octofuse {
+namespace {
+
+// Written by benchmarks/fit_select.py: kModels (name, TimeModel), kMeasuredRows (the Ms) and kMeasured (N, K, one index
+// into kModels per M).
+#include "gemm/measured_h200.inc"
+
+// The splits of K and the blocks per SM with which each wgmma tile is offered.
+struct Variant {
+  int rows, cols;
+  bool swap;
+  int split, blocks_per_sm;
+};
+
+constexpr Variant kVariants[] = {
+    {64, 64, false, 1, 1},   {64, 64, false, 2, 1},   {64, 64, false, 3, 1},   {64, 96, false, 1, 1},
+    {64, 128, false, 1, 1},  {64, 128, false, 2, 1},  {128, 64, false, 1, 1},  {128, 64, false, 2, 1},
+    {128, 96, false, 1, 1},  {128, 128, false, 1, 1}, {128, 144, false, 1, 1}, {128, 192, false, 1, 1},
+    {128, 240, false, 1, 1}, {128, 256, false, 1, 1}, {64, 16, true, 1, 3},    {64, 16, true, 2, 3},
+    {64, 32, true, 1, 1},    {64, 32, true, 1, 3},    {64, 32, true, 2, 1},    {64, 32, true, 3, 1},
+    {64, 32, true, 4, 1},    {64, 64, true, 1, 1},    {64, 64, true, 1, 2},    {64, 64, true, 2, 1},
+    {64, 64, true, 2, 3},    {64, 64, true, 4, 1},    {128, 48, true, 1, 1},   {128, 48, true, 4, 1},
+    {128, 96, true, 1, 1},   {128, 128, true, 1, 1},  {128, 192, true, 1, 1},
+};
+
+int index_of(const Variant& variant) {
+  const auto same = [&](const wgmma::TileShape& t) {
+    return t.rows == variant.rows && t.cols == variant.cols && t.swap == variant.swap;
+  };
+  return static_cast<int>(std::find_if(std::begin(wgmma::kTiles), std::end(wgmma::kTiles), same) - wgmma::kTiles);
+}
+
+// "wgmma/64x16_swapped": tokens x channels; "_split2": blocks that share a tile's K; "_x3": blocks of an SM.
+std::string name_of(const Variant& v) {
+  std::string name =
+      "wgmma/" + std::to_string(v.swap ? v.cols : v.rows) + "x" + std::to_string(v.swap ? v.rows : v.cols);
+  if (v.swap) name += "_swapped";
+  if (v.split > 1) name += "_split" + std::to_string(v.split);
+  if (v.blocks_per_sm > 1) name += "_x" + std::to_string(v.blocks_per_sm);
+  return name;
+}
+
+std::string name_of(const skinny::TileShape& t) {
+  const std::string tile = "skinny/" + std::to_string(t.tokens) + "x" + std::to_string(t.channels);
+  return tile + (t.depth == 0 ? "_dp4a" : "x" + std::to_string(64 * t.depth));
+}
+
+std::vector<Candidate> make_candidates() {
+  std::vector<Candidate> all;
+  int tile = 0;
+  for (const skinny::TileShape& t : skinny::kTiles) {
+    all.push_back({Engine::kSkinny, name_of(t), tile++, t.tokens, t.channels, 1, 1});
+  }
+  for (const Variant& v : kVariants) {
+    all.push_back({Engine::kWgmma, name_of(v), index_of(v), v.swap ? v.cols : v.rows, v.swap ? v.rows : v.cols, v.split,
+                   v.blocks_per_sm});
+  }
+  // Indices follow tiles_sm90.h and gemm_sm80.cu.
+  all.push_back({Engine::kCutlassSm90, "cutlass_sm90/128x128x128_pingpong_2x1", 0, 128, 128, 1, 1});
+  all.push_back({Engine::kCutlassSm90, "cutlass_sm90/64x128x128_pingpong_1x1", 1, 64, 128, 1, 1});
+  all.push_back({Engine::kCutlassSm80, "cutlass_sm80/128x128x64", 0, 128, 128, 1, 1});
+  all.push_back({Engine::kCutlassSm80, "cutlass_sm80/64x64x64", 1, 64, 64, 1, 1});
+  all.push_back({Engine::kCublasLt, "cublaslt", 0, 0, 0, 1, 1});
+  all.push_back({Engine::kNaive, "naive", 0, 16, 16, 1, 1});
+  return all;
+}
+
+const Candidate* find(const std::string& name) {
+  for (const Candidate& candidate : candidates()) {
+    if (candidate.name == name) return &candidate;
+  }
+  return nullptr;
+}
+
+// One model a candidate, in candidates()' order. Those that were not swept come last.
+const std::vector<TimeModel>& models() {
+  static const std::vector<TimeModel> all = [] {
+    std::vector<TimeModel> list(candidates().size(), TimeModel{100, 100, 10, 1});
+    for (const auto& [name, model] : kModels) {
+      if (const Candidate* candidate = find(name)) list[static_cast<size_t>(candidate - candidates().data())] = model;
+    }
+    // mma.sync tiles: two points each on an H200, where they never win; they serve other chips and fp32 activations.
+    list[static_cast<size_t>(find("cutlass_sm80/128x128x64") - candidates().data())] = {3, 1, 1.45, 0.1};
+    list[static_cast<size_t>(find("cutlass_sm80/64x64x64") - candidates().data())] = {3, 0.25, 0.47, 0.1};
+    return list;
+  }();
+  return all;
+}
+
+const std::vector<const Candidate*>& measured_candidates() {
+  static const std::vector<const Candidate*> all = [] {
+    std::vector<const Candidate*> list;
+    for (const auto& [name, model] : kModels) list.push_back(find(name));
+    return list;
+  }();
+  return all;
+}
+
+double ceil_div(int64_t a, int64_t b) { return static_cast<double>((a + b - 1) / b); }
+
+}  // namespace
+
+const std::vector<Candidate>& candidates() {
+  static const std::vector<Candidate> all = make_candidates();
+  return all;
+}
+
+double estimated_time(const Candidate& c, const GemmProblem& problem, const Capability& capability) {
+  // With a second pass, or without tensor cores, they come after every fused kernel.
+  if (c.engine == Engine::kCublasLt) return 1e17;
+  if (c.engine == Engine::kNaive) return 1e30;
+  const TimeModel& model = models()[static_cast<size_t>(&c - candidates().data())];
+  const double megabytes = static_cast<double>(problem.n) * static_cast<double>(problem.k) / 1e6;
+  const double sms = std::max(1, capability.sm_count);
+  if (c.engine == Engine::kSkinny) {
+    const double waves = std::ceil(ceil_div(problem.n, c.tile_n) / (3 * sms));
+    return model.launch + waves * model.per_wave + model.per_k * megabytes +
+           model.per_mb * static_cast<double>(problem.m) * megabytes / c.tile_n / 8;
+  }
+  // Clusters of 3 and 4 blocks leave SMs of a GPC idle.
+  const double usable = c.split >= 4 ? 112.0 / 132 : c.split == 3 ? 120.0 / 132 : 1.0;
+  const double blocks = ceil_div(problem.m, c.tile_m) * ceil_div(problem.n, c.tile_n) * c.split;
+  const double waves = std::ceil(blocks / std::floor(sms * c.blocks_per_sm * usable));
+  return model.launch + waves * (model.per_wave + model.per_k * ceil_div(ceil_div(problem.k, 128), c.split)) +
+         model.per_mb * megabytes;
+}
+
+const Candidate* measured_best(const GemmProblem& problem, const Capability& capability) {
+  if (capability.compute_capability != 90 || capability.sm_count != 132) return nullptr;
+  const auto* row = std::lower_bound(std::begin(kMeasuredRows), std::end(kMeasuredRows), problem.m);
+  if (row == std::end(kMeasuredRows)) return nullptr;
+  for (const MeasuredShape& shape : kMeasured) {
+    if (shape.n != problem.n || shape.k != problem.k) continue;
+    const int model = shape.best[row - std::begin(kMeasuredRows)];
+    return model < 0 ? nullptr : measured_candidates()[static_cast<size_t>(model)];
+  }
+  return nullptr;
+}
+
+}  // namespace octofuse

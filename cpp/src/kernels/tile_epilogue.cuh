@@ -1,0 +1,273 @@
+// From int32 accumulators of a tile in shared memory to finished output rows, for kernels that run this code once per
+// block: there, waiting for scales and fetching instructions cost more than the arithmetic. So the vectors are read
+// early into shared memory, and the loops are short and rolled, with every run-time switch outside.
+#pragma once
+
+#include "cutlass/epilogues.cuh"
+#include "kernels/launch.h"
+
+namespace octofuse {
+
+// Waits until all earlier kernels of the stream that this one was allowed to overtake have finished and their writes
+// can be read; nothing without programmatic dependent launch.
+__device__ inline void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ inline void let_later_kernels_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The vectors of a tile, widened to 32 bits and neutral where absent: bias -0 (adding it changes no value, not even the
+// sign of a zero), zero point and sum 0.
+template <int kTokens, int kChannels>
+struct TileVectors {
+  alignas(16) float w_scale[kChannels];
+  alignas(16) float bias[kChannels];
+  alignas(16) int32_t w_sum[kChannels];
+  alignas(16) float x_scale[kTokens];
+  alignas(16) int32_t x_zero[kTokens];
+};
+
+template <class T, int kCount>
+__device__ inline void load_bias_as(const void* bias, int first, int step, int last, float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = to_float(static_cast<const T*>(bias)[min(first + step * i, last)]);
+}
+
+template <int kCount>
+__device__ inline void load_bias(const EpilogueArgs& e, int first, int step, int last, float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = -0.0F;
+  if (e.bias == nullptr) return;
+  switch (e.bias_type) {
+    case DType::kFloat16:
+      return load_bias_as<__half>(e.bias, first, step, last, values);
+    case DType::kBFloat16:
+      return load_bias_as<__nv_bfloat16>(e.bias, first, step, last, values);
+    default:
+      return load_bias_as<float>(e.bias, first, step, last, values);
+  }
+}
+
+// kThreads threads read the vectors of the tile at (m0, n0); all loads of a kind are in flight together. The weights'
+// vectors may come before earlier kernels have finished, where nothing in flight writes them.
+template <int kThreads, int kTokens, int kChannels>
+__device__ void load_vectors(const EpilogueArgs& e, const TileOutput& output, int m0, int n0, bool constant_weight,
+                             int thread, TileVectors<kTokens, kChannels>& vectors) {
+  constexpr int kOfChannels = (kChannels + kThreads - 1) / kThreads;
+  constexpr int kOfTokens = (kTokens + kThreads - 1) / kThreads;
+  float w_scale[kOfChannels];
+  float bias[kOfChannels];
+  float x_scale[kOfTokens];
+  if (!constant_weight) wait_for_earlier_kernels();
+#pragma unroll
+  for (int i = 0; i < kOfChannels; ++i) w_scale[i] = scale_at(e.w_scale, min(n0 + thread + kThreads * i, output.n - 1));
+  load_bias(e, n0 + thread, kThreads, output.n - 1, bias);
+  wait_for_earlier_kernels();
+#pragma unroll
+  for (int i = 0; i < kOfTokens; ++i) x_scale[i] = scale_at(e.x_scale, min(m0 + thread + kThreads * i, output.m - 1));
+  const bool asymmetric = e.w_sum != nullptr;
+  for (int i = thread; i < kChannels; i += kThreads) {
+    vectors.w_sum[i] = asymmetric ? e.w_sum[min(n0 + i, output.n - 1)] : 0;
+  }
+  for (int i = thread; i < kTokens; i += kThreads) {
+    vectors.x_zero[i] = asymmetric ? zero_at(e.x_zero, min(m0 + i, output.m - 1)) : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < kOfChannels; ++i) {
+    const int n = thread + kThreads * i;
+    if (n >= kChannels) break;
+    vectors.w_scale[n] = w_scale[i];
+    vectors.bias[n] = bias[i];
+  }
+#pragma unroll
+  for (int i = 0; i < kOfTokens; ++i) {
+    const int m = thread + kThreads * i;
+    if (m < kTokens) vectors.x_scale[m] = x_scale[i];
+  }
+}
+
+// What one of kThreads threads finishes: kPiece channels, always the same, of every kStep-th token of a part of the
+// tile.
+template <int kTokens, int kChannels, int kThreads, int kPiece_ = 8>
+struct TileShare {
+  static constexpr int kPiece = kPiece_;
+  static constexpr int kPieces = kChannels / kPiece;  // of a token
+  static constexpr int kStep = kThreads / kPieces;    // tokens that the threads cover at once
+  int m, m_end, n;                                    // in the tile; nothing to do where m >= m_end
+  int m0, n0;                                         // the tile's first token and channel
+  bool stores = true;
+
+  // Part `part` of `parts` of the tile's tokens.
+  __device__ TileShare(const TileOutput& output, int m0, int n0, int part, int parts, int thread) : m0(m0), n0(n0) {
+    const int tokens = max(0, min(kTokens, output.m - m0));
+    const int size = (tokens + parts - 1) / parts;
+    m = part * size + thread / kPieces;
+    n = thread % kPieces * kPiece;
+    m_end = thread < kStep * kPieces && n0 + n < output.n ? min((part + 1) * size, tokens) : 0;
+  }
+
+  // One token, nothing stored: brings the code of the epilogue into the instruction cache while operands are still on
+  // their way. Residuals are not read.
+  __device__ void rehearse() {
+    m = 0;
+    m_end = 1;
+    n = 0;
+    stores = false;
+  }
+};
+
+// Wide accesses, no run-time switch; `accs` is [tokens][kPitch].
+template <class Out, Activation kActivation, bool kResidual, int kPitch, class Share, class Vectors>
+__device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
+                            const int32_t* accs) {
+  constexpr int kPiece = Share::kPiece;
+  Operands<kPiece> operands;
+  Coordinates<kPiece> at;
+#pragma unroll
+  for (int j = 0; j < kPiece; ++j) {
+    operands.w_scale[j] = vectors.w_scale[share.n + j];
+    operands.bias[j] = vectors.bias[share.n + j];
+    operands.w_sum[j] = vectors.w_sum[share.n + j];
+    operands.residual[j] = -0.0F;
+    at.n[j] = share.n0 + share.n + j;
+  }
+  float r = 0.0F;
+  if constexpr (std::is_same_v<Out, int8_t>) r = reciprocal(scale_at(e.out_scale, 0));
+  Out* out = static_cast<Out*>(output.out) + static_cast<int64_t>(share.m0 + share.m) * output.ldo + at.n[0];
+#pragma unroll 2
+  for (int m = share.m; m < share.m_end; m += Share::kStep) {
+    const auto* source = reinterpret_cast<const int4*>(accs + m * kPitch + share.n);
+    const int4 low = source[0];
+    const int4 high = source[1];
+    int32_t acc[kPiece] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    const float x_scale = vectors.x_scale[m];
+    const int32_t x_zero = vectors.x_zero[m];
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      operands.x_scale[j] = x_scale;
+      operands.x_zero[j] = x_zero;
+      at.m[j] = share.m0 + m;
+    }
+    if constexpr (kResidual) {
+      if (share.stores) load_residual_row<true>(at, e, operands.residual);
+    }
+    Out values[kPiece];
+    epilogue<kActivation>(acc, operands, e.clamp_low, r, values);
+    if (share.stores) store_piece<true>(out, at, values);
+    out += Share::kStep * output.ldo;
+  }
+}
+
+// Any alignment and any switch.
+template <class Out, int kPitch, class Share, class Vectors>
+__device__ void finish_narrow(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors,
+                              const Share& share, const int32_t* accs) {
+  constexpr int kPiece = Share::kPiece;
+#pragma unroll 1
+  for (int m = share.m; m < share.m_end; m += Share::kStep) {
+    Operands<kPiece> operands;
+    Coordinates<kPiece> at;
+    int32_t acc[kPiece];
+    at.m_end = output.m;
+    at.n_end = output.n;
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      acc[j] = accs[m * kPitch + share.n + j];
+      at.m[j] = share.m0 + m;
+      at.n[j] = share.n0 + share.n + j;
+      operands.w_scale[j] = vectors.w_scale[share.n + j];
+      operands.bias[j] = vectors.bias[share.n + j];
+      operands.w_sum[j] = vectors.w_sum[share.n + j];
+      operands.x_scale[j] = vectors.x_scale[m];
+      operands.x_zero[j] = vectors.x_zero[m];
+    }
+    if (!std::is_same_v<Out, int32_t> && e.residual != nullptr) load_residual(at, e, operands.residual);
+    Out values[kPiece];
+    epilogue<Out, false>(acc, operands, e, values);
+    store_piece<false>(static_cast<Out*>(output.out) + static_cast<int64_t>(at.m[0]) * output.ldo + at.n[0], at,
+                       values);
+  }
+}
+
+template <class Out, Activation kActivation, int kPitch, class Share, class Vectors>
+__device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
+                            const int32_t* accs) {
+  if (!std::is_same_v<Out, int32_t> && e.residual != nullptr) {
+    finish_wide<Out, kActivation, true, kPitch>(e, output, vectors, share, accs);
+  } else {
+    finish_wide<Out, kActivation, false, kPitch>(e, output, vectors, share, accs);
+  }
+}
+
+template <class Out, int kPitch, class Share, class Vectors>
+__device__ void finish_as(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
+                          const int32_t* accs) {
+  if (!output.wide) {
+    if (share.stores) finish_narrow<Out, kPitch>(e, output, vectors, share, accs);
+    return;
+  }
+  if constexpr (!std::is_same_v<Out, int32_t>) {
+    if (e.activation == Activation::kRelu) {
+      return finish_wide<Out, Activation::kRelu, kPitch>(e, output, vectors, share, accs);
+    }
+  }
+  // fp32 outputs evaluate the others in double: select() sends them elsewhere.
+  if constexpr (!std::is_same_v<Out, int32_t> && !std::is_same_v<Out, float>) {
+    switch (e.activation) {
+      case Activation::kGelu:
+        return finish_wide<Out, Activation::kGelu, kPitch>(e, output, vectors, share, accs);
+      case Activation::kGeluTanh:
+        return finish_wide<Out, Activation::kGeluTanh, kPitch>(e, output, vectors, share, accs);
+      case Activation::kSilu:
+        return finish_wide<Out, Activation::kSilu, kPitch>(e, output, vectors, share, accs);
+      default:
+        break;
+    }
+  }
+  finish_wide<Out, Activation::kNone, kPitch>(e, output, vectors, share, accs);
+}
+
+// The formula over a thread's share of the tile, 8 channels at a time.
+template <int kPitch, class Share, class Vectors>
+__device__ void finish_tile(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
+                            const int32_t* accs) {
+  static_assert(Share::kPiece == 8);
+  switch (output.type) {
+    case DType::kFloat16:
+      return finish_as<__half, kPitch>(e, output, vectors, share, accs);
+    case DType::kBFloat16:
+      return finish_as<__nv_bfloat16, kPitch>(e, output, vectors, share, accs);
+    case DType::kFloat32:
+      return finish_as<float, kPitch>(e, output, vectors, share, accs);
+    case DType::kInt8:
+      return finish_as<int8_t, kPitch>(e, output, vectors, share, accs);
+    default:
+      return finish_as<int32_t, kPitch>(e, output, vectors, share, accs);
+  }
+}
+
+// For tiles of a few outputs: short pieces keep the registers few that bound how many loads an SM has in flight.
+template <int kPitch, class Share, class Vectors>
+__device__ void finish_few(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
+                           const int32_t* accs) {
+  switch (output.type) {
+    case DType::kFloat16:
+      return finish_narrow<__half, kPitch>(e, output, vectors, share, accs);
+    case DType::kBFloat16:
+      return finish_narrow<__nv_bfloat16, kPitch>(e, output, vectors, share, accs);
+    case DType::kFloat32:
+      return finish_narrow<float, kPitch>(e, output, vectors, share, accs);
+    case DType::kInt8:
+      return finish_narrow<int8_t, kPitch>(e, output, vectors, share, accs);
+    default:
+      return finish_narrow<int32_t, kPitch>(e, output, vectors, share, accs);
+  }
+}
+
+}  // namespace octofuse
