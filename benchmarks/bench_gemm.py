@@ -1,23 +1,30 @@
-"""i8f16_linear in every engine beside fp16 F.linear and cuBLASLt's raw int32: device time, rate, host time.
+"""i8f16_linear beside what else this machine offers: device time, rates, host time, and time against M.
 
-Each engine runs fused bias, per-token x per-channel scales, fp16 output, over rotating operands larger than L2.
+Fused bias, per-token x per-channel scales, fp16 output, over rotating operands larger than L2. "alone": every kernel waits for
+the one before it, as the peers' do; "chained": as in a captured model, where a kernel may start before its predecessor ends
+(programmatic dependent launch) and the weight is promised to be constant.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
 import octofuse
-from octofuse.testing.timing import device_time, host_time
+from octofuse.testing.timing import device_time, host_time, overlap
 
-# The shapes of GPT-2, of a 2K-wide study, and of 4096-wide models from one row to thousands.
-SHAPES = (
-    (1, 4096, 4096), (16, 4096, 4096), (64, 4096, 4096), (1024, 2304, 768), (1024, 768, 768), (1024, 3072, 768),
-    (1024, 768, 3072), (2048, 1920, 1920), (512, 4096, 4096), (2048, 4096, 4096), (4096, 4096, 4096),
+LARGE = (
+    (1024, 2304, 768), (1024, 768, 768), (1024, 3072, 768), (1024, 768, 3072), (8192, 3072, 768), (2048, 1920, 1920),
+    (512, 4096, 4096), (2048, 4096, 4096), (4096, 4096, 4096), (2048, 14336, 4096), (2048, 4096, 14336),
+    (8192, 8192, 8192), (8192, 14336, 4096),
 )  # fmt: skip
+SMALL = tuple((m, n, k) for n, k in ((768, 768), (2304, 768), (768, 3072), (4096, 4096), (8192, 8192), (12288, 12288))
+              for m in (1, 4, 16, 64, 128))  # fmt: skip
+CURVES = ((4096, 4096), (2304, 768), (768, 3072))
+PEER = "cutlass_sm90/128x128x128_pingpong_2x1"  # the configuration of the int8 peer that is fastest on this chip
 L2_BYTES = 128 << 20  # twice the largest L2 that we know
 
 
@@ -32,33 +39,87 @@ def operand_sets(m: int, n: int, k: int) -> list[tuple[torch.Tensor, ...]]:
     return sets
 
 
+def int_mm(s: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    x, w, x_scale, w_scale, bias = s
+    return (torch._int_mm(x, w.t()).float() * w_scale * x_scale + bias).half()
+
+
+def peers(sets: list[tuple[torch.Tensor, ...]], m: int) -> dict[str, float]:
+    halves = [(x.half(), w.half(), bias) for x, w, _, _, bias in sets[: max(2, len(sets) // 2)]]
+    row = {"fp16 F.linear": device_time([lambda s=s: linear(*s) for s in halves])}
+    one = torch.ones((), device="cuda")
+    eights = [(x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn).t()) for x, w, _ in halves]
+    row["fp8 _scaled_mm"] = device_time(
+        [lambda s=s: torch._scaled_mm(s[0], s[1], one, one, out_dtype=torch.float16) for s in eights]
+    )
+    if m > 16:  # torch refuses fewer rows
+        row["torch._int_mm"] = device_time([lambda s=s: torch._int_mm(s[0], s[1].t()) for s in sets])
+        row["_int_mm + eager dequantise"] = device_time([lambda s=s: int_mm(s) for s in sets])
+    row["cublaslt int32 (raw)"] = device_time(
+        [lambda s=s: octofuse.i8i32_matmul(s[0], s[1], engine="cublaslt") for s in sets]
+    )
+    row["peer's tile"] = device_time([lambda s=s: octofuse.i8f16_linear(*s, engine=PEER) for s in sets])
+    return row
+
+
+def times_of(calls: list[Callable[[], Any]]) -> float:
+    with overlap(False):
+        return device_time(calls)
+
+
 def run(smoke: bool) -> dict[str, Any]:
     rows = []
-    for m, n, k in SHAPES[:2] if smoke else SHAPES:
+    for m, n, k in (*LARGE[:1], *SMALL[:1]) if smoke else (*LARGE, *SMALL):
         sets = operand_sets(m, n, k)
-        row: dict[str, Any] = {"M": m, "N": n, "K": k}
-        halves = [(x.half(), w.half(), bias) for x, w, _, _, bias in sets]
-        row["fp16 F.linear"] = device_time([lambda s=s: linear(*s) for s in halves])
-        row["cublaslt int32 (raw)"] = device_time(
-            [lambda s=s: octofuse.i8i32_matmul(s[0], s[1], engine="cublaslt") for s in sets]
+        row: dict[str, Any] = {"M": m, "N": n, "K": k, **peers(sets, m)}
+        row["octofuse alone"] = times_of([lambda s=s: octofuse.i8f16_linear(*s) for s in sets])
+        row["octofuse chained"] = device_time(
+            [lambda s=s: octofuse.i8f16_linear(*s, constant_weight=True) for s in sets]
         )
-        for engine in octofuse.engines("cuda"):
-            used = sets[:2] if engine == "naive" else sets
-            row[engine] = device_time([lambda s=s, e=engine: octofuse.i8f16_linear(*s, engine=e) for s in used])
-        row["auto"] = octofuse.explain(sets[0][0], sets[0][1]).chosen
-        best = row[row["auto"]]
-        row["auto TOPS"] = 2 * m * n * k / best / 1e6
-        row["auto GB/s"] = (n * k + m * k + 2 * m * n) / best / 1e3
-        row["speed-up over fp16"] = row["fp16 F.linear"] / best
+        row["int8 out, gelu_tanh"] = times_of(
+            [lambda s=s: octofuse.i8i8_linear(*s, out_scale=0.05, activation="gelu_tanh") for s in sets]
+        )
+        row["quantise + linear"] = with_quantisation(sets)
+        row["kernel"] = octofuse.explain(sets[0][0], sets[0][1]).chosen
+        row["TOPS"] = 2 * m * n * k / row["octofuse alone"] / 1e6
+        row["GB/s"] = (n * k + m * k + 2 * m * n) / row["octofuse alone"] / 1e3
+        row["over fp16"] = row["fp16 F.linear"] / row["octofuse alone"]
+        row["over peer's tile"] = row["peer's tile"] / row["octofuse alone"]
         rows.append(row)
-    return {"unit": "us", "rows": rows, "host_us_per_call": host_times()}
+    return {"unit": "us", "rows": rows, "host_us_per_call": host_times(), "curves": {} if smoke else curves()}
+
+
+def with_quantisation(sets: list[tuple[torch.Tensor, ...]]) -> float:
+    """fp16 in, fp16 out: per-token quantisation and the product, alone."""
+    halves = [(s[0].half(), *s[1:]) for s in sets]
+
+    def call(s: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        q, scale = octofuse.quantize_per_token(s[0])
+        return octofuse.i8f16_linear(q, s[1], scale, s[3], s[4])
+
+    return times_of([lambda s=s: call(s) for s in halves])
+
+
+def curves() -> dict[str, dict[str, list[float]]]:
+    """Time of every M from 1 to 512: no step may cost more than its bytes."""
+    found = {}
+    for n, k in CURVES:
+        sets = operand_sets(512, n, k)
+        times = []
+        for m in range(1, 513):
+            calls = [lambda s=s, m=m: octofuse.i8f16_linear(s[0][:m], s[1], s[2][:m], *s[3:]) for s in sets]
+            with overlap(False):
+                times.append(round(device_time(calls, repeats=7), 3))
+        found[f"{n}x{k}"] = {"us": times}
+    return found
 
 
 def host_times() -> dict[str, float]:
     x, w, x_scale, w_scale, bias = operand_sets(16, 768, 768)[0]
     x_half, w_half = x.half(), w.half()
-    return {
-        "i8f16_linear": host_time(lambda: octofuse.i8f16_linear(x, w, x_scale, w_scale, bias)),
-        "F.linear fp16": host_time(lambda: linear(x_half, w_half, bias)),
-        "quantize_per_token": host_time(lambda: octofuse.quantize_per_token(x_half)),
-    }
+    with torch.no_grad():
+        return {
+            "i8f16_linear": host_time(lambda: octofuse.i8f16_linear(x, w, x_scale, w_scale, bias)),
+            "F.linear fp16": host_time(lambda: linear(x_half, w_half, bias)),
+            "quantize_per_token": host_time(lambda: octofuse.quantize_per_token(x_half)),
+        }

@@ -13,13 +13,14 @@ import json
 import math
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 SMS = 132
 USABLE = {1: 132, 2: 132, 3: 120, 4: 112}  # SMs that clusters of this many blocks can fill
-HEADER = "// Written by benchmarks/fit_select.py from {source} (cpp {cpp}, {device}). Microseconds.\n"
+HEADER = "// Written by benchmarks/fit_select.py from {source} (cpp {cpp}, {device}). Microseconds."
 
 
 def features(name: str, m: int, n: int, k: int) -> list[float]:
@@ -33,6 +34,10 @@ def features(name: str, m: int, n: int, k: int) -> list[float]:
     blocks = math.ceil(m / tile_m) * math.ceil(n / tile_n) * split
     waves = math.ceil(blocks / (USABLE[split] * per_sm))
     return [1, waves, waves * math.ceil(math.ceil(k / 128) / split), megabytes]
+
+
+def braces(values: Iterable[object]) -> str:
+    return "{" + ", ".join(map(str, values)) + "}"
 
 
 def non_negative_fit(a: np.ndarray, b: np.ndarray, rounds: int = 2000) -> np.ndarray:
@@ -68,23 +73,36 @@ def main() -> None:
     print(f"models alone, {len(ratios)} shapes: {np.exp(np.mean(np.log(ratios))):.3f}x of the best on geometric mean, "
           f"95th percentile {np.percentile(ratios, 95):.3f}x, worst {max(ratios):.3f}x")  # fmt: skip
     rows = sorted({m for m, _, _ in times})
-    lines = [HEADER.format(source=source.name, cpp=record["cpp"], device=record["device"])]
-    lines.append("struct NamedModel {\n  const char* name;\n  TimeModel model;\n};\n\n")
-    lines.append("constexpr NamedModel kModels[] = {\n")
-    for name in names:
-        numbers = ", ".join(f"{v:.4g}" for v in models[name])
-        lines.append(f'    {{"{name}", {{{numbers}}}}},\n')
-    lines.append("};\n\nconstexpr int64_t kMeasuredRows[] = {%s};\n\n" % ", ".join(map(str, rows)))
-    lines.append(
-        "struct MeasuredShape {\n  int64_t n, k;\n  int best[%d];  // index into kModels, or -1\n};\n\n" % len(rows)
-    )
-    lines.append("constexpr MeasuredShape kMeasured[] = {\n")
+    text = [HEADER.format(source=source.name, cpp=record["cpp"], device=record["device"])]
+    text += [
+        "struct NamedModel {",
+        "  const char* name;",
+        "  TimeModel model;",
+        "};",
+        "",
+        "constexpr NamedModel kModels[] = {",
+    ]
+    text += [f'    {{"{name}", {braces(f"{v:.4g}" for v in models[name])}}},' for name in names]
+    text += [
+        "};",
+        "",
+        f"constexpr int64_t kMeasuredRows[] = {braces(rows)};",
+        "",
+        "struct MeasuredShape {",
+        "  int64_t n, k;",
+    ]
+    text += [
+        f"  int best[{len(rows)}];  // index into kModels, or -1",
+        "};",
+        "",
+        "constexpr MeasuredShape kMeasured[] = {",
+    ]
     for n, k in sorted({mnk[1:] for mnk in times}):
         best = [names.index(min(row, key=row.get)) if (row := times.get((m, n, k))) else -1 for m in rows]
-        lines.append(f"    {{{n}, {k}, {{{', '.join(map(str, best))}}}}},\n")
-    lines.append("};\n")
+        text.append(f"    {{{n}, {k}, {braces(best)}}},")
+    text += ["};", ""]
     target = Path(__file__).resolve().parents[1] / "cpp/src/gemm/measured_h200.inc"
-    target.write_text("".join(lines))
+    target.write_text("\n".join(text))
     print("wrote", target)
 
 

@@ -217,6 +217,9 @@ RowKernel<T> row_kernel(const QuantizeArgs& args, bool vector) {
   if (packs <= 32) return {quantize_row_kernel<T, 32, 1>, kWarpRows};
   if (packs <= 64) return {quantize_row_kernel<T, 32, 2>, kWarpRows};
   if (packs <= 128) return {quantize_row_kernel<T, 32, 4>, kWarpRows};
+  // With rows enough for every SM a warp keeps a longer row to itself: it waits for nobody.
+  if (args.rows >= 2048 && packs <= 256) return {quantize_row_kernel<T, 32, 8>, kWarpRows};
+  if (args.rows >= 2048 && packs <= 512) return {quantize_row_kernel<T, 32, 16>, kWarpRows};
   if (packs <= 256) return {quantize_row_kernel<T, kBlock, 1>, 1};
   if (packs <= 512) return {quantize_row_kernel<T, kBlock, 2>, 1};
   if (packs <= 1024) return {quantize_row_kernel<T, kBlock, 4>, 1};

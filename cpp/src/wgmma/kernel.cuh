@@ -212,10 +212,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
   __syncthreads();
 
   auto* parked = reinterpret_cast<int32_t*>(ring);
+  const int32_t* accs = parked;
   typename Tile::Share share(args.output, m0, n0, place.rank_k, args.split, thread);
   if (rehearses) {
     load_vectors<32>(args.epilogue, args.output, m0, n0, args.constant_weight, thread - Tile::kVectors, shared.vectors);
     share.rehearse();
+    accs = reinterpret_cast<const int32_t*>(&shared.vectors);  // whatever lies there: nothing comes of it
   } else if (producer) {
     if (thread == Tile::kProducer) produce<Tile>(args, place, shared, ring);
     share.m_end = 0;
@@ -240,7 +242,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
       }
       if (rehearses) break;
     }
-    finish_tile<Tile::kPitch>(args.epilogue, args.output, shared.vectors, share, parked);
+    finish_tile<Tile::kPitch>(args.epilogue, args.output, shared.vectors, share, accs);
     __syncwarp();
   }
   __syncwarp();

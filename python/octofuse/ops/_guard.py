@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_PLAIN = (Tensor, Parameter)
+# Types whose value `_C` may see as it is; every other tensor type has to meet the dispatcher first.
+_PLAIN = frozenset((Tensor, Parameter, type(None), float, int))
 
 # `_C` names dtypes as torch prints them without the prefix.
 DTYPE_NAMES = {
@@ -29,7 +30,7 @@ def goes_direct(*arguments: Any) -> bool:
     if torch.compiler.is_compiling():
         return False
     for argument in arguments:
-        if isinstance(argument, Tensor) and type(argument) not in _PLAIN:
+        if type(argument) not in _PLAIN and isinstance(argument, Tensor):
             return False
     return not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 

@@ -192,7 +192,8 @@ def _linear(
     out_scale: Scale | None = None,
 ) -> Tensor:
     """Both linears: `out_scale` makes the output int8, else it is `out_dtype`."""
-    refuse_gradients("this op", bias=bias, residual=residual, x_scale=x_scale, w_scale=w_scale, out=out)
+    if torch.is_grad_enabled():
+        refuse_gradients("this op", bias=bias, residual=residual, x_scale=x_scale, w_scale=w_scale, out=out)
     name = dtype_name(out_dtype)
     result = _C.linear(
         x,
