@@ -1,8 +1,8 @@
 """i8f16_linear beside what else this machine offers: device time, rates, host time, and time against M.
 
-Fused bias, per-token x per-channel scales, fp16 output, over rotating operands larger than L2. "alone": every kernel waits for
-the one before it, as the peers' do; "chained": as in a captured model, where a kernel may start before its predecessor ends
-(programmatic dependent launch) and the weight is promised to be constant.
+Fused bias, per-token x per-channel scales, fp16 output, over rotating operands larger than L2. "alone": every kernel waits
+for the one before it, as the peers' do; "chained": as in a captured model, where a kernel may start before its predecessor
+ends (programmatic dependent launch) and the weight is promised to be constant.
 """
 
 from __future__ import annotations

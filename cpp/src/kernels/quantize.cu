@@ -86,40 +86,60 @@ __device__ float block_max(float value) {
 __device__ float scale_of(float amax) { return amax == 0.0F ? 1.0F : __fdiv_rn(amax, 127.0F); }
 
 // kThreads threads a row (a warp or a block), which stays in their registers between finding its scale and using it:
-// one read, one write. Needs rows of whole vectors, at most kThreads * kPacks of them.
+// one read, one write, and the next row on its way meanwhile. Needs rows of whole vectors, at most kThreads * kPacks of
+// them.
+template <class T, int kThreads, int kPacks>
+struct Row {
+  Pack<T> packs[kPacks];
+
+  __device__ void load(const QuantizeArgs& args, int64_t row, int thread) {
+    const auto* source = reinterpret_cast<const Pack<T>*>(static_cast<const T*>(args.x) + row * args.ldx);
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (thread + i * kThreads < args.cols / kVector) packs[i] = source[thread + i * kThreads];
+    }
+  }
+
+  __device__ float amax(const QuantizeArgs& args, int thread) const {
+    float value = 0.0F;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (thread + i * kThreads >= args.cols / kVector) break;
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) value = max_or_nan(value, fabsf(to_float(packs[i].values[j])));
+    }
+    return kThreads == 32 ? warp_max(value) : block_max(value);
+  }
+
+  __device__ void store(const QuantizeArgs& args, int64_t row, int thread, float r) const {
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (thread + i * kThreads >= args.cols / kVector) break;
+      float t[kVector];
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) t[j] = to_float(packs[i].values[j]);
+      store_quantized(args.q + row * args.cols + (thread + i * kThreads) * kVector, kVector, true, t, r);
+    }
+  }
+};
+
 template <class T, int kThreads, int kPacks>
 __global__ void __launch_bounds__(kBlock) quantize_row_kernel(QuantizeArgs args) {
   constexpr int kRowsPerBlock = kBlock / kThreads;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kThreads;
   const int thread = static_cast<int>(threadIdx.x) % kThreads;
-  const int packs = static_cast<int>(args.cols / kVector);
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kRowsPerBlock;
+  int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kThreads;
   wait_for_earlier_kernels();
   let_later_kernels_start();
-  if (row >= args.rows) return;  // whole warps, and whole blocks where a row is one
-  const auto* source = reinterpret_cast<const Pack<T>*>(static_cast<const T*>(args.x) + row * args.ldx);
-  Pack<T> values[kPacks];
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    if (thread + i * kThreads < packs) values[i] = source[thread + i * kThreads];
-  }
-  float amax = 0.0F;
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    if (thread + i * kThreads >= packs) break;
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) amax = max_or_nan(amax, fabsf(to_float(values[i].values[j])));
-  }
-  amax = kThreads == 32 ? warp_max(amax) : block_max(amax);
-  const float scale = scale_of(amax);
-  const float r = reciprocal(scale);
-  if (thread == 0) args.scales[row] = scale;
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    if (thread + i * kThreads >= packs) break;
-    float t[kVector];
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) t[j] = to_float(values[i].values[j]);
-    store_quantized(args.q + row * args.cols + (thread + i * kThreads) * kVector, kVector, true, t, r);
+  Row<T, kThreads, kPacks> current;
+  Row<T, kThreads, kPacks> next;
+  if (row < args.rows) current.load(args, row, thread);
+  for (; row < args.rows; row += step) {  // whole warps, and whole blocks where a row is one
+    if (row + step < args.rows) next.load(args, row + step, thread);
+    const float scale = scale_of(current.amax(args, thread));
+    if (thread == 0) args.scales[row] = scale;
+    current.store(args, row, thread, reciprocal(scale));
+    current = next;
   }
 }
 
@@ -219,7 +239,6 @@ RowKernel<T> row_kernel(const QuantizeArgs& args, bool vector) {
   if (packs <= 128) return {quantize_row_kernel<T, 32, 4>, kWarpRows};
   // With rows enough for every SM a warp keeps a longer row to itself: it waits for nobody.
   if (args.rows >= 2048 && packs <= 256) return {quantize_row_kernel<T, 32, 8>, kWarpRows};
-  if (args.rows >= 2048 && packs <= 512) return {quantize_row_kernel<T, 32, 16>, kWarpRows};
   if (packs <= 256) return {quantize_row_kernel<T, kBlock, 1>, 1};
   if (packs <= 512) return {quantize_row_kernel<T, kBlock, 2>, 1};
   if (packs <= 1024) return {quantize_row_kernel<T, kBlock, 4>, 1};
@@ -249,7 +268,11 @@ void quantize_per_token(const QuantizeArgs& args, int device, Stream stream) {
   for_float_type(args.x_type, [&](auto* type) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
     const RowKernel<T> kernel = row_kernel<T>(args, vector);
-    const auto blocks = static_cast<unsigned>((args.rows + kernel.rows_per_block - 1) / kernel.rows_per_block);
+    const int64_t rows_of_blocks = (args.rows + kernel.rows_per_block - 1) / kernel.rows_per_block;
+    // As many blocks as the SMs hold side by side; each takes every so many rows.
+    const int64_t resident = int64_t{2048 / kBlock} * device_capability(device).sm_count;
+    const auto blocks =
+        static_cast<unsigned>(kernel.function != nullptr ? std::min(rows_of_blocks, resident) : rows_of_blocks);
     if (kernel.function != nullptr) {
       launch_kernel("quantize_per_token", reinterpret_cast<const void*>(kernel.function), dim3(blocks), dim3(kBlock), 0,
                     dim3(1), is_chained(cuda_stream, device), &kernel_args, cuda_stream);
