@@ -86,40 +86,60 @@ __device__ float block_max(float value) {
 __device__ float scale_of(float amax) { return amax == 0.0F ? 1.0F : __fdiv_rn(amax, 127.0F); }
 
 // kThreads threads a row (a warp or a block), which stays in their registers between finding its scale and using it:
-// one read, one write. Needs rows of whole vectors, at most kThreads * kPacks of them.
+// one read, one write, and the next row on its way meanwhile. Needs rows of whole vectors, at most kThreads * kPacks of
+// them.
+template <class T, int kThreads, int kPacks>
+struct Row {
+  Pack<T> packs[kPacks];
+
+  __device__ void load(const QuantizeArgs& args, int64_t row, int thread) {
+    const auto* source = reinterpret_cast<const Pack<T>*>(static_cast<const T*>(args.x) + row * args.ldx);
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (thread + i * kThreads < args.cols / kVector) packs[i] = source[thread + i * kThreads];
+    }
+  }
+
+  __device__ float amax(const QuantizeArgs& args, int thread) const {
+    float value = 0.0F;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (thread + i * kThreads >= args.cols / kVector) break;
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) value = max_or_nan(value, fabsf(to_float(packs[i].values[j])));
+    }
+    return kThreads == 32 ? warp_max(value) : block_max(value);
+  }
+
+  __device__ void store(const QuantizeArgs& args, int64_t row, int thread, float r) const {
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      if (thread + i * kThreads >= args.cols / kVector) break;
+      float t[kVector];
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) t[j] = to_float(packs[i].values[j]);
+      store_quantized(args.q + row * args.cols + (thread + i * kThreads) * kVector, kVector, true, t, r);
+    }
+  }
+};
+
 template <class T, int kThreads, int kPacks>
 __global__ void __launch_bounds__(kBlock) quantize_row_kernel(QuantizeArgs args) {
   constexpr int kRowsPerBlock = kBlock / kThreads;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kThreads;
   const int thread = static_cast<int>(threadIdx.x) % kThreads;
-  const int packs = static_cast<int>(args.cols / kVector);
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kRowsPerBlock;
+  int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kThreads;
   wait_for_earlier_kernels();
   let_later_kernels_start();
-  if (row >= args.rows) return;  // whole warps, and whole blocks where a row is one
-  const auto* source = reinterpret_cast<const Pack<T>*>(static_cast<const T*>(args.x) + row * args.ldx);
-  Pack<T> values[kPacks];
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    if (thread + i * kThreads < packs) values[i] = source[thread + i * kThreads];
-  }
-  float amax = 0.0F;
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    if (thread + i * kThreads >= packs) break;
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) amax = max_or_nan(amax, fabsf(to_float(values[i].values[j])));
-  }
-  amax = kThreads == 32 ? warp_max(amax) : block_max(amax);
-  const float scale = scale_of(amax);
-  const float r = reciprocal(scale);
-  if (thread == 0) args.scales[row] = scale;
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    if (thread + i * kThreads >= packs) break;
-    float t[kVector];
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) t[j] = to_float(values[i].values[j]);
-    store_quantized(args.q + row * args.cols + (thread + i * kThreads) * kVector, kVector, true, t, r);
+  Row<T, kThreads, kPacks> current;
+  Row<T, kThreads, kPacks> next;
+  if (row < args.rows) current.load(args, row, thread);
+  for (; row < args.rows; row += step) {  // whole warps, and whole blocks where a row is one
+    if (row + step < args.rows) next.load(args, row + step, thread);
+    const float scale = scale_of(current.amax(args, thread));
+    if (thread == 0) args.scales[row] = scale;
+    current.store(args, row, thread, reciprocal(scale));
+    current = next;
   }
 }
 
@@ -147,32 +167,26 @@ __global__ void quantize_token_kernel(QuantizeArgs args, bool vector) {
   }
 }
 
-// A row for kBlock threads, 8 values each at a time: no division by a row's length.
 template <class Q>
-__global__ void epilogue_kernel(DequantizeArgs args, bool vector_in, bool vector_out) {
-  constexpr int kSize = 8;
-  Coordinates<kSize> at;
-  at.m_end = static_cast<int>(args.rows);
-  at.n_end = static_cast<int>(args.cols);
-  for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
-    for (int64_t col = threadIdx.x * kSize; col < args.cols; col += kBlock * kSize) {
-      const Q* source = static_cast<const Q*>(args.q) + row * args.ldq + col;
-      int32_t acc[kSize];
+__global__ void epilogue_kernel(DequantizeArgs args, bool vector) {
+  constexpr int kSize = 4;
+  const int64_t packs = (args.cols + kSize - 1) / kSize;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kBlock;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x; i < args.rows * packs; i += step) {
+    const int64_t row = i / packs;
+    const int64_t col = (i - row * packs) * kSize;
+    const Q* source = static_cast<const Q*>(args.q) + row * args.ldq + col;
+    Coordinates<kSize> at;
+    at.m_end = static_cast<int>(args.rows);
+    at.n_end = static_cast<int>(args.cols);
+    int32_t acc[kSize];
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) {
-        at.m[j] = static_cast<int>(row);
-        at.n[j] = static_cast<int>(col) + j;
-      }
-      if (vector_in && at.inside(kSize - 1)) {
-        const Pack<Q> pack = *reinterpret_cast<const Pack<Q>*>(source);
-#pragma unroll
-        for (int j = 0; j < kSize; ++j) acc[j] = pack.values[j];
-      } else {
-#pragma unroll
-        for (int j = 0; j < kSize; ++j) acc[j] = at.inside(j) ? source[j] : 0;
-      }
-      store_row(args.out, args.out_type, row * args.ldo + col, acc, at, args.epilogue, vector_out);
+    for (int j = 0; j < kSize; ++j) {
+      at.m[j] = static_cast<int>(row);
+      at.n[j] = static_cast<int>(col) + j;
+      acc[j] = at.inside(j) ? source[j] : 0;
     }
+    store_row(args.out, args.out_type, row * args.ldo + col, acc, at, args.epilogue, vector);
   }
 }
 
@@ -254,7 +268,11 @@ void quantize_per_token(const QuantizeArgs& args, int device, Stream stream) {
   for_float_type(args.x_type, [&](auto* type) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
     const RowKernel<T> kernel = row_kernel<T>(args, vector);
-    const auto blocks = static_cast<unsigned>((args.rows + kernel.rows_per_block - 1) / kernel.rows_per_block);
+    const int64_t rows_of_blocks = (args.rows + kernel.rows_per_block - 1) / kernel.rows_per_block;
+    // As many blocks as the SMs hold side by side; each takes every so many rows.
+    const int64_t resident = int64_t{2048 / kBlock} * device_capability(device).sm_count;
+    const auto blocks =
+        static_cast<unsigned>(kernel.function != nullptr ? std::min(rows_of_blocks, resident) : rows_of_blocks);
     if (kernel.function != nullptr) {
       launch_kernel("quantize_per_token", reinterpret_cast<const void*>(kernel.function), dim3(blocks), dim3(kBlock), 0,
                     dim3(1), is_chained(cuda_stream, device), &kernel_args, cuda_stream);
@@ -268,14 +286,13 @@ void quantize_per_token(const QuantizeArgs& args, int device, Stream stream) {
 void apply_epilogue(const DequantizeArgs& args, int device, Stream stream) {
   if (args.rows == 0) return;
   const DeviceGuard guard(device);
-  const bool vector_out = args.ldo * static_cast<int64_t>(size_of(args.out_type)) % 16 == 0 && is_aligned(args.out, 16);
-  const bool vector_in = args.ldq % kVector == 0 && is_aligned(args.q, kVector * size_of(args.q_type));
-  const auto blocks = static_cast<unsigned>(std::min(args.rows, kMaxExtent));
+  const bool vector = args.ldo % 4 == 0 && is_aligned(args.out, 4 * size_of(args.out_type));
+  const unsigned blocks = blocks_for(args.rows * ((args.cols + 3) / 4));
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (args.q_type == DType::kInt8) {
-    epilogue_kernel<int8_t><<<blocks, kBlock, 0, cuda_stream>>>(args, vector_in, vector_out);
+    epilogue_kernel<int8_t><<<blocks, kBlock, 0, cuda_stream>>>(args, vector);
   } else {
-    epilogue_kernel<int32_t><<<blocks, kBlock, 0, cuda_stream>>>(args, vector_in, vector_out);
+    epilogue_kernel<int32_t><<<blocks, kBlock, 0, cuda_stream>>>(args, vector);
   }
   check_launch("apply_epilogue");
 }

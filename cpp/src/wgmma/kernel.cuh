@@ -67,35 +67,21 @@ struct Place {
   }
 };
 
-// One thread feeds the ring. A tile beyond the last token is read 8 rows at a time and only as far as there are tokens:
-// rows that the copy engine has to fill with zeros cost it more than rows that exist (measured: 4.5 us of 19 at M =
-// 257). What lies in the ring below them gives accumulators that nobody stores.
+// One thread feeds the ring.
 template <class Tile>
 __device__ void produce(const KernelArgs& args, const Place& place, typename Tile::Shared& shared, uint8_t* ring) {
-  constexpr int kPart = 8;  // rows: one swizzle pattern
-  constexpr int kTokenOffset = Tile::kSwap ? Tile::kBytesA : 0;
-  constexpr int kWeightOffset = Tile::kSwap ? 0 : Tile::kBytesA;
-  const int m0 = (Tile::kSwap ? place.tile_c : place.tile_r) * Tile::kTokens;
-  const int n0 = (Tile::kSwap ? place.tile_r : place.tile_c) * Tile::kChannels;
-  const int parts = (min(Tile::kTokens, args.output.m - m0) + kPart - 1) / kPart;
-  const bool whole = parts * kPart >= Tile::kTokens;
-  const uint32_t bytes = static_cast<uint32_t>(Tile::kChannels + parts * kPart) * kBlockK;
-
-  const auto load = [&](const CUtensorMap& map, int i, int stage, int offset, int row) {
+  const auto load = [&](bool a, int i, int stage) {
+    uint8_t* tile = ring + stage * Tile::kStageBytes + (a ? 0 : Tile::kBytesA);
     constexpr uint64_t kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-    cute::SM90_TMA_LOAD_2D::copy(&map, reinterpret_cast<uint64_t*>(&shared.full[stage]), kNormal,
-                                 ring + stage * Tile::kStageBytes + offset, (place.k_begin + i) * kBlockK, row);
+    cute::SM90_TMA_LOAD_2D::copy(a ? &args.a_map : &args.b_map, reinterpret_cast<uint64_t*>(&shared.full[stage]),
+                                 kNormal, tile, (place.k_begin + i) * kBlockK,
+                                 a ? place.tile_r * Tile::kRows : place.tile_c * Tile::kCols);
   };
   const auto load_weights = [&](int i, int stage) {
-    shared.full[stage].arrive_and_expect_tx(bytes);
-    load(args.w_map, i, stage, kWeightOffset, n0);
+    shared.full[stage].arrive_and_expect_tx(Tile::kStageBytes);
+    load(Tile::kSwap, i, stage);
   };
-  const auto load_tokens = [&](int i, int stage) {
-    if (whole) return load(args.x_map, i, stage, kTokenOffset, m0);
-    for (int part = 0; part < parts; ++part) {
-      load(args.x_part_map, i, stage, kTokenOffset + part * kPart * kBlockK, m0 + part * kPart);
-    }
-  };
+  const auto load_tokens = [&](int i, int stage) { load(!Tile::kSwap, i, stage); };
 
   const int first = min(args.stages, place.k_count);
   if (args.constant_weight) {
@@ -219,8 +205,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
       cutlass::arch::fence_barrier_init();
     }
     if (lane == 0) {
-      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.w_map));
-      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.x_map));
+      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.a_map));
+      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.b_map));
     }
   }
   __syncthreads();

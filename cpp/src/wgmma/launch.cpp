@@ -63,11 +63,13 @@ void run(int tile, int split, int blocks_per_sm, const GemmArgs& args, int devic
   };
   const KernelInfo& info = infos[tile];
   const auto [rows, cols, swap] = kTiles[tile];
-  const int tokens = swap ? cols : rows;
+  const auto map = [&](bool weights, int box_rows) {
+    return weights ? operand_map(args.w, args.n, args.k, args.ldw, box_rows)
+                   : operand_map(args.x, args.m, args.k, args.ldx, box_rows);
+  };
   KernelArgs kernel{};
-  kernel.w_map = operand_map(args.w, args.n, args.k, args.ldw, swap ? rows : cols);
-  kernel.x_map = operand_map(args.x, args.m, args.k, args.ldx, tokens);
-  if (args.m % tokens != 0) kernel.x_part_map = operand_map(args.x, args.m, args.k, args.ldx, 8);
+  kernel.a_map = map(swap, rows);
+  kernel.b_map = map(!swap, cols);
   kernel.epilogue = args.epilogue;
   kernel.output = output_of(args);
   const bool chained = is_chained(stream, device);

@@ -10,8 +10,7 @@
 namespace octofuse::wgmma {
 
 struct KernelArgs {
-  CUtensorMap w_map, x_map;  // whole tiles of the K-major operands
-  CUtensorMap x_part_map;    // 8 rows of x, for the tile that reaches beyond the last token
+  CUtensorMap a_map, b_map;  // K-major operands: wgmma's rows (a) and columns (b)
   EpilogueArgs epilogue;
   TileOutput output;
   bool constant_weight;   // the weights may be read before earlier kernels have finished
