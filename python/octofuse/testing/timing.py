@@ -90,7 +90,10 @@ def environment(command: str) -> dict[str, Any]:
 
 
 def source_hash() -> str | None:
-    """`git rev-parse HEAD:cpp` of the checkout that this runs in, or OCTOFUSE_CPP_HASH where git is not there."""
+    """OCTOFUSE_CPP_HASH, for a copy of a working tree; else `git rev-parse HEAD:cpp` of the checkout that this runs in."""
+    given = os.environ.get("OCTOFUSE_CPP_HASH")
+    if given:
+        return given
     root = Path(__file__).resolve().parents[3]
     run = subprocess.run(["git", "rev-parse", "HEAD:cpp"], cwd=root, capture_output=True, text=True, check=False)
-    return run.stdout.strip() or os.environ.get("OCTOFUSE_CPP_HASH")
+    return run.stdout.strip() or None
