@@ -54,6 +54,24 @@ def chain(x, w, w_scale, bias, residual):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("zero", [-5, torch.arange(6, dtype=torch.int32)])
+def test_compile_with_a_zero_point(device: str, zero: int | torch.Tensor) -> None:
+    p = operands(6, 24, 48, device)
+    zero = zero.to(device) if isinstance(zero, torch.Tensor) else zero
+    sums = octofuse.weight_sums(p.w)
+
+    def asymmetric(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        arguments = (x, p.w, p.x_scale, p.w_scale, p.bias)
+        promised = {"x_zero_point": zero, "w_sum": sums, "constant_weight": True}
+        return octofuse.i8f16_linear(*arguments, **promised), octofuse.i8i8_linear(
+            *arguments, out_scale=0.1, **promised
+        )
+
+    for got, want in zip(torch.compile(asymmetric, fullgraph=True)(p.x), asymmetric(p.x), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_fullgraph(device: str, dynamic: bool) -> None:
     compiled = torch.compile(chain, fullgraph=True, dynamic=dynamic)

@@ -217,8 +217,7 @@ def _linear(
     if x_zero_point is None or w_sum is None:
         acc = cpu.accumulate(flat, w, engine)
     else:
-        cpu.select(engine)
-        # oneDNN's products are rounded to fp32, from which nothing could be subtracted exactly.
+        cpu.select_raw(engine)  # oneDNN's products are rounded to fp32: nothing could be subtracted from them exactly
         acc = reference.subtract_zero_point(reference.accumulate(flat, w), x_zero_point, w_sum)
     flat_residual = None if residual is None else residual.reshape(acc.shape)
     t = reference.finish(acc, x_scale, w_scale, bias, activation, flat_residual, out_dtype, out_scale)
