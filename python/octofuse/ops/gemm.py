@@ -83,12 +83,7 @@ def i8f16_linear(
     refuse_gradients("this op", bias=bias, residual=residual, x_scale=x_scale, w_scale=w_scale, out=out)
     scales = (as_tensor("x_scale", x_scale, x), as_tensor("w_scale", w_scale, x))
     zero = (as_int_tensor("x_zero_point", x_zero_point, x), w_sum, constant_weight)
-    arguments = (x, w, *scales, bias, activation, residual, out_dtype, engine, *zero)
-    if out is None:
-        result: Tensor = torch.ops.octofuse.i8f16_linear(*arguments)
-        return result
-    torch.ops.octofuse.i8f16_linear_out(*arguments, out=out)
-    return out
+    return _dispatch("i8f16_linear", (x, w, *scales, bias, activation, residual, out_dtype, engine, *zero), out)
 
 
 def i8i8_linear(
@@ -130,12 +125,8 @@ def i8i8_linear(
     refuse_gradients("this op", bias=bias, residual=residual, x_scale=x_scale, w_scale=w_scale, out=out)
     scales = (as_tensor("x_scale", x_scale, x), as_tensor("w_scale", w_scale, x))
     zero = (as_int_tensor("x_zero_point", x_zero_point, x), w_sum, constant_weight)
-    arguments = (x, w, *scales, bias, activation, residual, as_tensor("out_scale", out_scale, x), engine, *zero)
-    if out is None:
-        result: Tensor = torch.ops.octofuse.i8i8_linear(*arguments)
-        return result
-    torch.ops.octofuse.i8i8_linear_out(*arguments, out=out)
-    return out
+    out_scale = as_tensor("out_scale", out_scale, x)
+    return _dispatch("i8i8_linear", (x, w, *scales, bias, activation, residual, out_scale, engine, *zero), out)
 
 
 def weight_sums(w: Tensor) -> Tensor:
@@ -150,11 +141,7 @@ def i8i32_matmul(x: Tensor, w: Tensor, *, engine: str = "auto", out: Tensor | No
     """x [..., K] int8, w [N, K] int8 -> x @ w^T as int32 [..., N], exact."""
     if goes_direct(x, w, out):
         return _matmul(x, w, engine, out)
-    if out is None:
-        result: Tensor = torch.ops.octofuse.i8i32_matmul(x, w, engine)
-        return result
-    torch.ops.octofuse.i8i32_matmul_out(x, w, engine, out=out)
-    return out
+    return _dispatch("i8i32_matmul", (x, w, engine), out)
 
 
 def i8i8_matmul(x: Tensor, w: Tensor, alpha: float, *, engine: str = "auto", out: Tensor | None = None) -> Tensor:
@@ -165,10 +152,15 @@ def i8i8_matmul(x: Tensor, w: Tensor, alpha: float, *, engine: str = "auto", out
     """
     if goes_direct(x, w, out):
         return _matmul_i8(x, w, alpha, engine, out)
+    return _dispatch("i8i8_matmul", (x, w, alpha, engine), out)
+
+
+def _dispatch(op: str, arguments: tuple[Any, ...], out: Tensor | None) -> Tensor:
+    """The call as torch's dispatcher has to see it; with `out` the op that declares what it writes."""
     if out is None:
-        result: Tensor = torch.ops.octofuse.i8i8_matmul(x, w, alpha, engine)
+        result: Tensor = getattr(torch.ops.octofuse, op)(*arguments)
         return result
-    torch.ops.octofuse.i8i8_matmul_out(x, w, alpha, engine, out=out)
+    getattr(torch.ops.octofuse, op + "_out")(*arguments, out=out)
     return out
 
 
