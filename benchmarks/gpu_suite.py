@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from octofuse.testing.timing import environment
@@ -51,25 +52,30 @@ def run_tests(workers: int) -> dict:
             "seconds": round(time.time() - began, 1)}  # fmt: skip
 
 
-def run_sanitizers() -> dict:
-    outcome = {}
+def run_sanitizer(tool: str) -> dict:
+    selection = TOOLS[tool]
+    command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=octofuse", "--error-exitcode", "3",
+               sys.executable, "tests/sanitizer_cases.py", *selection]  # fmt: skip
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    for tool, selection in TOOLS.items():
-        command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=octofuse", "--error-exitcode", "3",
-                   sys.executable, "tests/sanitizer_cases.py", *selection]  # fmt: skip
-        began = time.time()
-        run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-        cases = re.search(r"sanitizer cases: (\d+)", run.stdout)
-        summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", run.stdout + run.stderr)
-        outcome[tool] = {
-            "selection": " ".join(selection),
-            "exit": run.returncode,
-            "cases": int(cases[1]) if cases else 0,
-            "summary": summary[-1] if summary else (run.stdout + run.stderr)[-1500:],
-            "seconds": round(time.time() - began, 1),
-        }
-        print(tool, outcome[tool], flush=True)
+    began = time.time()
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    cases = re.search(r"sanitizer cases: (\d+)", run.stdout)
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", run.stdout + run.stderr)
+    outcome = {
+        "selection": " ".join(selection),
+        "exit": run.returncode,
+        "cases": int(cases[1]) if cases else 0,
+        "summary": summary[-1] if summary else (run.stdout + run.stderr)[-1500:],
+        "seconds": round(time.time() - began, 1),
+    }
+    print(tool, outcome, flush=True)
     return outcome
+
+
+def run_sanitizers() -> dict:
+    """All tools side by side: each is one process that waits for the GPU most of the time."""
+    with ThreadPoolExecutor(len(TOOLS)) as pool:
+        return dict(zip(TOOLS, pool.map(run_sanitizer, TOOLS), strict=True))
 
 
 def main() -> None:

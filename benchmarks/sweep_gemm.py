@@ -14,7 +14,8 @@ from octofuse.testing.timing import device_time, environment, overlap
 WEIGHTS = ((768, 768), (2304, 768), (3072, 768), (768, 3072), (1920, 1920), (4800, 1600), (1600, 6400), (1024, 4096),
            (4096, 4096), (6144, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (12288, 12288),
            (50257, 768))  # fmt: skip
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 768, 1024, 2048, 4096,
+        8192)  # fmt: skip
 LARGEST = 1.3e11  # M * N * K
 
 
@@ -46,7 +47,7 @@ def main() -> None:
                 try:
                     with overlap(False):
                         row[name] = round(device_time([lambda s=s, e=name: octofuse.i8f16_linear(*s, engine=e)
-                                                       for s in sets], repeats=5), 3)  # fmt: skip
+                                                       for s in sets], repeats=4), 3)  # fmt: skip
                 except ValueError:  # declines, with its reason
                     continue
         print(n, k, flush=True)

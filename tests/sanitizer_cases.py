@@ -63,6 +63,37 @@ def linear_cases(chosen: list[str]) -> int:
     return count
 
 
+def many_tile_cases(chosen: list[str]) -> int:
+    """A persistent kernel's block works through several tiles: 14 x 14 of them, more than any GPU has SMs."""
+    m = n = 1700
+    p, host = operands(m, n, 144, "cuda"), operands(m, n, 144)
+    want = reference.linear(host.x, host.w, host.x_scale, host.w_scale, host.bias)
+    names = [name for name in chosen if "_pingpong" in name]
+    for engine in names:
+        out = canary(m, n, torch.float16)
+        got = served(
+            lambda e, o=out: octofuse.i8f16_linear(p.x, p.w, p.x_scale, p.w_scale, p.bias, engine=e, out=o), engine
+        )
+        assert got is None or torch.equal(got.cpu(), want), engine
+    return len(names)
+
+
+def row_cases() -> int:
+    count = 0
+    for shape in ((1, 8), (5, 100), (33, 768), (3, 4096), (2, 20000)):
+        for dtype in FLOATS:
+            x, residual, weight = (torch.randn(s).to(dtype) for s in (shape, shape, shape[-1:]))
+            q, scale, h = octofuse.add_layer_norm_quantize(x.cuda(), residual.cuda(), weight.cuda())
+            want = reference.quantize_per_token(reference.norm(h.cpu(), weight, None, 1e-5, center=True))
+            assert torch.equal(q.cpu(), want[0])
+            assert torch.equal(scale.cpu(), want[1])
+            octofuse.rms_norm_quantize(x.cuda(), weight.cuda(), scale=0.02)
+            octofuse.gated_activation_quantize(torch.cat([x, residual], -1).cuda())
+            octofuse.activate(x.cuda(), "gelu")
+            count += 4
+    return count
+
+
 def quantize_cases() -> int:
     count = 0
     for shape in ((1, 1), (5, 100), (130, 768)):
@@ -83,7 +114,7 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", default=["all"])
     wanted = parser.parse_args().engines
     chosen = [name for name in engines("cuda") if wanted == ["all"] or name.split("/")[0] in wanted]
-    total = linear_cases(chosen) + quantize_cases()
+    total = linear_cases(chosen) + many_tile_cases(chosen) + quantize_cases() + row_cases()
     torch.cuda.synchronize()
     print(f"sanitizer cases: {total}")
     return 0 if total >= 100 else 1

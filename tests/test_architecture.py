@@ -16,7 +16,7 @@ ALLOWED = {
     "models": {"nn", "quant"},
     "assets": set(),
     "doctor": {"_C", "ops", "testing"},
-    "cli": {"_C", "assets", "doctor", "models", "nn", "quant"},
+    "cli": {"_C", "assets", "doctor", "models", "nn", "ops", "quant"},
 }
 
 

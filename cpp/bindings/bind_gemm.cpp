@@ -1,6 +1,7 @@
 // The linear ops: every check, then select, then one launch. CPU tensors are checked here too and computed in Python.
 #include <pybind11/stl.h>
 
+#include <array>
 #include <cmath>
 #include <optional>
 
@@ -134,6 +135,13 @@ GemmProblem problem_of(const LinearCall& call) {
   return problem;
 }
 
+// The first call on a device reads what `octofuse tune` measured there before. The reader reports its own failures.
+void read_tuning_once(int device) {
+  static std::array<bool, 64> asked{};  // under the GIL
+  if (std::exchange(asked.at(static_cast<size_t>(device)), true)) return;
+  py::module_::import("octofuse.ops.tuning").attr("load")(device);
+}
+
 // Finds or makes the output, selects and launches. CPU tensors stop after the checks: None tells Python to compute.
 py::object run(LinearCall& call, DType out_type, const std::string& engine, py::handle out_object) {
   GemmArgs& args = call.args;
@@ -152,6 +160,7 @@ py::object run(LinearCall& call, DType out_type, const std::string& engine, py::
     }
   }
   if (call.x.on_cpu()) return py::none();
+  read_tuning_once(call.x.device());
   TensorFactory factory(call.x.dl.device);
   const Candidate& candidate = select(problem_of(call), device_capability(call.x.device()), engine);
   py::object result =
@@ -192,7 +201,7 @@ py::object matmul(py::handle x, py::handle w, py::handle alpha, const std::strin
   }
   const ScaleView factor = parse_scale(alpha, "alpha", -1, call.x);
   call.args.epilogue.w_scale = factor;
-  call.args.epilogue.clamp_low = -128.0F;
+  call.args.epilogue.clamp_low = -128;
   return run(call, DType::kInt8, engine, out);
 }
 
@@ -201,7 +210,7 @@ std::vector<std::pair<int, double>> tune(py::handle x, py::handle w, bool int8_o
   if (call.x.on_cpu()) refuse<ValueError>("x", "a tensor on cuda", call.x.device_text());
   call.raw = true;
   call.args.out_type = int8_output ? DType::kInt8 : DType::kInt32;
-  call.args.epilogue.clamp_low = -128.0F;
+  call.args.epilogue.clamp_low = -128;
   call.args.ldo = call.args.n;
   if (call.args.m < 1) refuse<ValueError>("x", "at least one row", "shape " + call.x.shape_text());
   select(problem_of(call), device_capability(call.x.device()), "cublaslt");  // refuses with the reason
@@ -211,9 +220,8 @@ std::vector<std::pair<int, double>> tune(py::handle x, py::handle w, bool int8_o
   return tune_cublaslt(call.args, call.x.device(), factory.current_stream(), allocate);
 }
 
-py::dict explain_problem(int64_t m, int64_t n, int64_t k, const std::string& out_dtype, bool raw,
-                         bool double_activation, const std::string& engine, int compute_capability, int sm_count,
-                         bool cublaslt) {
+GemmProblem problem_of(int64_t m, int64_t n, int64_t k, const std::string& out_dtype, bool raw,
+                       bool double_activation) {
   GemmProblem problem;
   problem.m = m;
   problem.n = n;
@@ -223,14 +231,47 @@ py::dict explain_problem(int64_t m, int64_t n, int64_t k, const std::string& out
   problem.raw = raw;
   problem.ldo = n;
   problem.double_activation = double_activation;
+  return problem;
+}
+
+// (M, N, K, output dtype, candidate's name); names that this build does not know are left out.
+using TunedEntry = std::tuple<int64_t, int64_t, int64_t, std::string, std::string>;
+
+TunedTable table_of(const std::vector<TunedEntry>& entries) {
+  TunedTable table;
+  for (const auto& [m, n, k, out, name] : entries) {
+    for (const Candidate& candidate : candidates()) {
+      if (candidate.name == name)
+        table.shapes.push_back({m, n, k, problem_of(m, n, k, out, false, false).out, &candidate});
+    }
+  }
+  return table;
+}
+
+py::dict explain_problem(int64_t m, int64_t n, int64_t k, const std::string& out_dtype, bool raw,
+                         bool double_activation, const std::string& engine, int compute_capability, int sm_count,
+                         bool cublaslt, const std::vector<TunedEntry>& tuned) {
+  const GemmProblem problem = problem_of(m, n, k, out_dtype, raw, double_activation);
+  const TunedTable table = table_of(tuned);
   Capability capability = capability_for(compute_capability, sm_count);
   capability.cublaslt = cublaslt;
   capability.cublaslt_why = "libcublasLt could not be loaded";
+  capability.tuned = &table;
   const Decision decision = explain(problem, capability, engine);
   py::dict result;
   result["chosen"] = decision.chosen->name;
   result["why"] = decision.why;
   result["declined"] = decision.declined;
+  return result;
+}
+
+std::vector<std::pair<std::string, double>> estimate_problem(int64_t m, int64_t n, int64_t k,
+                                                             const std::string& out_dtype, bool raw, int device) {
+  std::vector<std::pair<std::string, double>> result;
+  const GemmProblem problem = problem_of(m, n, k, out_dtype, raw, false);
+  for (const auto& [candidate, time] : estimates(problem, device_capability(device))) {
+    result.emplace_back(candidate->name, time);
+  }
   return result;
 }
 
@@ -243,7 +284,18 @@ void bind_gemm(py::module_& module) {
   module.def("matmul", &matmul, py::arg("x"), py::arg("w"), py::arg("alpha"), py::arg("engine"), py::arg("out"));
   module.def("select", &explain_problem, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("raw"),
              py::arg("double_activation"), py::arg("engine"), py::arg("compute_capability"), py::arg("sm_count"),
-             py::arg("cublaslt"));
+             py::arg("cublaslt"), py::arg("tuned") = std::vector<TunedEntry>());
+  module.def("estimates", &estimate_problem, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"),
+             py::arg("raw"), py::arg("device"));
+  module.def(
+      "set_tuned", [](int device, const std::vector<TunedEntry>& entries) { set_tuned(device, table_of(entries)); },
+      py::arg("device"), py::arg("entries"));
+  module.def(
+      "prefer_cublaslt",
+      [](int64_t m, int64_t n, int64_t k, bool int8_output, int algorithm, int device) {
+        return prefer_cublaslt(m, n, k, int8_output ? DType::kInt8 : DType::kInt32, algorithm, device);
+      },
+      py::arg("m"), py::arg("n"), py::arg("k"), py::arg("int8_output"), py::arg("algorithm"), py::arg("device"));
   module.def("candidates", [] {
     std::vector<std::string> names;
     for (const Candidate& candidate : candidates()) names.emplace_back(candidate.name);

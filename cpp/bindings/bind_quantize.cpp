@@ -1,47 +1,72 @@
-// Quantisation ops. CPU tensors are checked here and computed in Python (None).
+// Quantisation and the passes over rows that end in it. CPU tensors are checked here and computed in Python (None).
+#include <cmath>
+
 #include "arguments.h"
 #include "module.h"
+#include "octofuse/epilogue_pass.h"
 #include "octofuse/error.h"
-#include "octofuse/quantize.h"
+#include "octofuse/row_pass.h"
 
 namespace octofuse {
 namespace {
 
 constexpr std::initializer_list<DType> kFloats = {DType::kFloat16, DType::kBFloat16, DType::kFloat32};
 
-QuantizeArgs checked(const TensorView& x) {
+RowPassArgs checked(const TensorView& x) {
   expect_dtype(x, kFloats);
   expect_known_device(x);
   if (x.ndim() < 1) refuse<ValueError>("x", "at least one dimension", "shape " + x.shape_text());
   if (x.size(x.ndim() - 1) < 1) refuse<ValueError>("x", "a last dimension of at least 1", "shape " + x.shape_text());
-  if (x.rows() > kMaxExtent) refuse<ValueError>("x", "fewer than 2^31 rows", "shape " + x.shape_text());
-  QuantizeArgs args;
+  if (x.rows() > kMaxExtent || x.size(x.ndim() - 1) > kMaxExtent - 8) {
+    refuse<ValueError>("x", "fewer than 2^31 rows and columns", "shape " + x.shape_text());
+  }
+  RowPassArgs args;
   args.rows = x.rows();
   args.cols = x.size(x.ndim() - 1);
   args.x = x.data();
   args.ldx = x.row_stride();
-  args.x_type = x.dtype;
+  args.type = x.dtype;
   return args;
 }
 
 std::vector<int64_t> shape_of(const TensorView& tensor) { return {tensor.dl.shape, tensor.dl.shape + tensor.ndim()}; }
 
+// With one scale for all a contiguous tensor's rows may be cut anywhere: into lengths that fill the device.
+void quantize_flat(RowPassArgs args, int device, Stream stream) {
+  constexpr int64_t kLength = 4096;
+  const int64_t total = args.rows * args.cols;
+  RowPassArgs rest = args;
+  args.rows = total / kLength;
+  args.cols = args.ldx = kLength;
+  row_pass(args, device, stream);
+  const int64_t done = args.rows * kLength;
+  rest.rows = total > done ? 1 : 0;
+  rest.cols = rest.ldx = total - done;
+  rest.x = static_cast<const char*>(rest.x) + done * static_cast<int64_t>(size_of(rest.type));
+  rest.q += done;
+  row_pass(rest, device, stream);
+}
+
 py::object per_tensor(py::handle x_object, py::handle scale) {
   const TensorView x(x_object, "x");
-  QuantizeArgs args = checked(x);
+  RowPassArgs args = checked(x);
   args.scale = parse_scale(scale, "scale", -1, x);
   if (x.on_cpu()) return py::none();
   const TensorFactory factory(x.dl.device);
   void* q = nullptr;
   py::object result = factory.make(shape_of(x), DType::kInt8, &q);
   args.q = static_cast<int8_t*>(q);
-  quantize_per_tensor(args, x.device(), factory.current_stream());
+  if (args.ldx == args.cols || args.rows == 1) {
+    quantize_flat(args, x.device(), factory.current_stream());
+  } else {
+    row_pass(args, x.device(), factory.current_stream());
+  }
   return result;
 }
 
 py::object per_token(py::handle x_object) {
   const TensorView x(x_object, "x");
-  QuantizeArgs args = checked(x);
+  RowPassArgs args = checked(x);
   if (x.on_cpu()) return py::none();
   const TensorFactory factory(x.dl.device);
   void* q = nullptr;
@@ -50,8 +75,86 @@ py::object per_token(py::handle x_object) {
   py::object result_scales = factory.make({args.rows, 1}, DType::kFloat32, &scales);
   args.q = static_cast<int8_t*>(q);
   args.scales = static_cast<float*>(scales);
-  quantize_per_token(args, x.device(), factory.current_stream());
+  row_pass(args, x.device(), factory.current_stream());
   return py::make_tuple(result, result_scales);
+}
+
+// weight or bias of a norm: [K], contiguous, in fp32 or x's dtype.
+const void* parse_affine(py::handle object, const char* name, const TensorView& x, RowPassArgs& args) {
+  if (object.is_none()) return nullptr;
+  const TensorView tensor(object, name);
+  expect_dtype(tensor, {DType::kFloat32, x.dtype});
+  expect_same_device(tensor, x);
+  if (tensor.ndim() != 1 || tensor.size(0) != args.cols || !tensor.is_contiguous()) {
+    refuse<ValueError>(name, "a contiguous tensor of shape [" + std::to_string(args.cols) + "]", tensor.shape_text());
+  }
+  const bool other = args.weight != nullptr;
+  if (other && tensor.dtype != args.affine_type) {
+    refuse<TypeError>(name, std::string("dtype ") + name_of(args.affine_type) + " like weight", tensor.dtype_text());
+  }
+  args.affine_type = tensor.dtype;
+  return tensor.data();
+}
+
+void parse_norm(const std::string& op, py::handle residual, py::handle weight, py::handle bias, double eps,
+                const TensorView& x, RowPassArgs& args) {
+  if (args.cols > kMaxK) refuse<ValueError>("x", "at most 131071 columns", "shape " + x.shape_text());
+  args.norm = op == "layer_norm" ? Norm::kLayer : Norm::kRms;
+  args.eps = static_cast<float>(eps);
+  if (!(args.eps >= 0.0F) || std::isinf(args.eps)) {
+    refuse<ValueError>("eps", "a finite number of at least 0", std::to_string(eps));
+  }
+  args.weight = parse_affine(weight, "weight", x, args);
+  args.bias = parse_affine(bias, "bias", x, args);
+  if (residual.is_none()) return;
+  const TensorView other(residual, "residual");
+  expect_dtype(other, {x.dtype});
+  expect_same_device(other, x);
+  if (shape_of(other) != shape_of(x)) refuse<ValueError>("residual", "shape " + x.shape_text(), other.shape_text());
+  args.residual = other.data();
+  args.residual_ld = other.row_stride();
+}
+
+// op: "layer_norm", "rms_norm", "activation" or "gated_activation". Returns [y or q] + [scales, if they were found
+// here]
+// + [x + residual, if there is one].
+py::object rows(py::handle x_object, const std::string& op, py::handle residual, py::handle weight, py::handle bias,
+                double eps, py::handle activation, bool quantize, py::handle scale) {
+  const TensorView x(x_object, "x");
+  RowPassArgs args = checked(x);
+  std::vector<int64_t> shape = shape_of(x);
+  if (op == "layer_norm" || op == "rms_norm") {
+    parse_norm(op, residual, weight, bias, eps, x, args);
+  } else {
+    args.activation = parse_activation(activation);
+    if (args.activation == Activation::kNone) {
+      refuse<ValueError>("activation", "'relu', 'gelu', 'gelu_tanh' or 'silu'", "None");
+    }
+    args.gated = op == "gated_activation";
+    if (args.gated && args.cols % 2 != 0) {
+      refuse<ValueError>("x", "an even last dimension, gates first", "shape " + x.shape_text());
+    }
+    if (args.gated) shape.back() = args.cols /= 2;
+  }
+  const bool dynamic = quantize && scale.is_none();
+  if (quantize && !dynamic) args.scale = parse_scale(scale, "scale", -1, x);
+  if (x.on_cpu()) return py::none();
+  const TensorFactory factory(x.dl.device);
+  py::list results;
+  void* data = nullptr;
+  results.append(factory.make(shape, quantize ? DType::kInt8 : x.dtype, &data));
+  if (quantize) {
+    args.q = static_cast<int8_t*>(data);
+  } else {
+    args.y = data;
+  }
+  if (dynamic) {
+    results.append(factory.make({args.rows, 1}, DType::kFloat32, &data));
+    args.scales = static_cast<float*>(data);
+  }
+  if (args.residual != nullptr) results.append(factory.make(shape, x.dtype, &args.sum));
+  row_pass(args, x.device(), factory.current_stream());
+  return results;
 }
 
 py::object dequantize(py::handle q_object, py::handle scale, const std::string& out_dtype) {
@@ -84,6 +187,8 @@ py::object dequantize(py::handle q_object, py::handle scale, const std::string& 
 void bind_quantize(py::module_& module) {
   module.def("quantize_per_tensor", &per_tensor, py::arg("x"), py::arg("scale"));
   module.def("quantize_per_token", &per_token, py::arg("x"));
+  module.def("rows", &rows, py::arg("x"), py::arg("op"), py::arg("residual"), py::arg("weight"), py::arg("bias"),
+             py::arg("eps"), py::arg("activation"), py::arg("quantize"), py::arg("scale"));
   module.def("dequantize", &dequantize, py::arg("q"), py::arg("scale"), py::arg("out_dtype"));
 }
 

@@ -6,14 +6,17 @@
 
 namespace octofuse {
 
+struct TunedTable;  // gemm.h
+
 struct Capability {
   int compute_capability = 0;  // 90 for sm_90; 0: no device
   int sm_count = 0;
-  bool kernels_sm90a = false;  // this build holds sm_90a machine code
-  bool kernels_mma = false;    // this build holds mma.sync kernels that the device can load
-  bool kernels_naive = false;  // this build holds any kernel that the device can load
-  bool cublaslt = false;       // libcublasLt could be loaded
-  std::string cublaslt_why;    // why not
+  bool kernels_sm90a = false;         // this build holds sm_90a machine code
+  bool kernels_mma = false;           // this build holds mma.sync kernels that the device can load
+  bool kernels_naive = false;         // this build holds any kernel that the device can load
+  bool cublaslt = false;              // libcublasLt could be loaded
+  std::string cublaslt_why;           // why not
+  const TunedTable* tuned = nullptr;  // what was measured on this very device, if anything
 };
 
 // Which architectures this build was compiled for, for example "80,90a"; empty for a CPU-only build.

@@ -38,12 +38,28 @@ struct Candidate {
   std::string name;  // "wgmma/64x64_split2"
   int tile;          // index into the engine's own table
   int tile_m, tile_n;
-  int split;          // wgmma: blocks that share the K of a tile
-  int blocks_per_sm;  // wgmma: how many blocks share an SM's memory
+  // wgmma alone:
+  int split = 1;          // blocks that share the K of a tile
+  int blocks_per_sm = 1;  // blocks that share an SM's memory
+  int cluster = 1;        // persistent tiles: blocks that share the weights of neighbouring tiles
 };
 
 // Every candidate of this library, in a fixed order.
 const std::vector<Candidate>& candidates();
+
+// The fastest kernels of shapes that were measured on the user's device. It serves every M down to half of the measured
+// one, where no smaller measured M is nearer.
+struct TunedShape {
+  int64_t m = 0, n = 0, k = 0;
+  DType out = DType::kFloat16;
+  const Candidate* best = nullptr;
+};
+struct TunedTable {
+  std::vector<TunedShape> shapes;
+};
+
+// Replaces what select() knows of shapes measured on a device. Not while another thread is in a call.
+void set_tuned(int device, TunedTable table);
 
 struct Decision {
   const Candidate* chosen = nullptr;
@@ -56,6 +72,9 @@ struct Decision {
 // ValueError for an unknown name and for a wish that cannot be served (with the reason). It runs in every call and
 // allocates nothing.
 const Candidate& select(const GemmProblem& problem, const Capability& capability, std::string_view engine);
+
+// Estimated microseconds of every candidate that can serve.
+std::vector<std::pair<const Candidate*, double>> estimates(const GemmProblem& problem, const Capability& capability);
 
 // The same choice with a reason for every other candidate that the wish names.
 Decision explain(const GemmProblem& problem, const Capability& capability, std::string_view engine);
@@ -73,7 +92,7 @@ struct EpilogueArgs {
   DType bias_type = DType::kFloat32;
   DType residual_type = DType::kFloat32;
   Activation activation = Activation::kNone;
-  float clamp_low = -127.0F;  // -128 for the raw requantisation of i8i8_matmul
+  int clamp_low = -127;  // -128 for the raw requantisation of i8i8_matmul
 };
 
 struct GemmArgs {
@@ -103,5 +122,9 @@ void run_gemm(const Candidate& candidate, const GemmArgs& args, int device, Stre
 // Synchronises the stream. Returns (algorithm index, median microseconds) pairs in the heuristic's order.
 std::vector<std::pair<int, double>> tune_cublaslt(const GemmArgs& args, int device, Stream stream,
                                                   const Allocator& allocate);
+
+// Uses an algorithm that tune_cublaslt found before, for contiguous operands. Launches nothing; false if the heuristic
+// has no such algorithm now.
+bool prefer_cublaslt(int64_t m, int64_t n, int64_t k, DType out, int algorithm, int device);
 
 }  // namespace octofuse

@@ -153,4 +153,13 @@ std::vector<std::pair<int, double>> tune(const GemmArgs& args, int device, cudaS
   return times;
 }
 
+bool prefer(const GemmArgs& args, int device, int algorithm) {
+  const std::shared_ptr<Plan> plan = make_plan(args, device);
+  if (algorithm < 0 || static_cast<size_t>(algorithm) >= plan->algorithms.size()) return false;
+  plan->chosen = static_cast<size_t>(algorithm);
+  const std::lock_guard<std::mutex> lock(cache().mutex);
+  cache().plans[key_of(args, device)] = plan;
+  return true;
+}
+
 }  // namespace octofuse::cublaslt

@@ -18,4 +18,7 @@ void matmul(const GemmArgs& args, int device, cudaStream_t stream, const Allocat
 std::vector<std::pair<int, double>> tune(const GemmArgs& args, int device, cudaStream_t stream,
                                          const Allocator& allocate);
 
+// Uses this one of the heuristic's algorithms for the problem from now on; false if there is no such one.
+bool prefer(const GemmArgs& args, int device, int algorithm);
+
 }  // namespace octofuse::cublaslt

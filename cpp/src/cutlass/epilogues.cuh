@@ -115,9 +115,9 @@ __device__ inline float load_as_float(const void* data, DType type, int64_t inde
 }
 
 // rne(t * r) clamped to [low, 127]; NaN becomes 0, as everywhere in this library.
-__device__ inline int8_t requantize(float t, float r, float low) {
-  const float q = rintf(__fmul_rn(t, r));
-  return q != q ? static_cast<int8_t>(0) : static_cast<int8_t>(fminf(fmaxf(q, low), 127.0F));
+// The conversion itself rounds to even, saturates, and turns NaN into 0.
+__device__ inline int8_t requantize(float t, float r, int low) {
+  return static_cast<int8_t>(min(max(__float2int_rn(__fmul_rn(t, r)), low), 127));
 }
 
 // Where the elements of a fragment lie, and the edges of the matrix.
@@ -194,21 +194,35 @@ __device__ inline void load_residual_row(const Coordinates<kSize>& at, const Epi
   }
 }
 
-// All operands straight from global memory: for kernels whose epilogue is not their bottleneck.
+// Operands straight from global memory, for kernels whose epilogue is not their bottleneck: what depends on the column,
+// on the row, and all of them.
 template <int kSize>
-__device__ inline void load_operands(const Coordinates<kSize>& at, const EpilogueArgs& args,
-                                     Operands<kSize>& operands) {
+__device__ inline void load_channel_operands(const Coordinates<kSize>& at, const EpilogueArgs& args,
+                                             Operands<kSize>& operands) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
     operands.w_scale[i] = scale_at(args.w_scale, at.column(i));
-    operands.x_scale[i] = scale_at(args.x_scale, at.row(i));
     if (args.bias != nullptr) operands.bias[i] = load_as_float(args.bias, args.bias_type, at.column(i));
-    if (args.w_sum != nullptr) {
-      operands.w_sum[i] = __ldg(args.w_sum + at.column(i));
-      operands.x_zero[i] = zero_at(args.x_zero, at.row(i));
-    }
+    if (args.w_sum != nullptr) operands.w_sum[i] = __ldg(args.w_sum + at.column(i));
+  }
+}
+
+template <int kSize>
+__device__ inline void load_token_operands(const Coordinates<kSize>& at, const EpilogueArgs& args,
+                                           Operands<kSize>& operands) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    operands.x_scale[i] = scale_at(args.x_scale, at.row(i));
+    if (args.w_sum != nullptr) operands.x_zero[i] = zero_at(args.x_zero, at.row(i));
   }
   if (args.residual != nullptr) load_residual(at, args, operands.residual);
+}
+
+template <int kSize>
+__device__ inline void load_operands(const Coordinates<kSize>& at, const EpilogueArgs& args,
+                                     Operands<kSize>& operands) {
+  load_channel_operands(at, args, operands);
+  load_token_operands(at, args, operands);
 }
 
 // The steps of the formula over one fragment. Each takes its run-time switch outside the loop.
@@ -253,7 +267,7 @@ __device__ inline void activate_by(Activation activation, float (&t)[kSize]) {
 
 // The final rounding; `r` and `low` are those of int8.
 template <class Out, int kSize>
-__device__ inline void round_to(const float (&t)[kSize], float low, float r, Out (&out)[kSize]) {
+__device__ inline void round_to(const float (&t)[kSize], int low, float r, Out (&out)[kSize]) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
     if constexpr (std::is_same_v<Out, int8_t>) {
@@ -291,7 +305,7 @@ __device__ inline void epilogue(int32_t (&acc)[kSize], const Operands<kSize>& op
 // The same without a branch, for a kernel that is compiled per activation and whose operands are neutral where they are
 // absent: bias and residual -0 (adding it changes no value, not even the sign of a zero), w_sum and x_zero 0.
 template <Activation kActivation, class Out, int kSize>
-__device__ inline void epilogue(int32_t (&acc)[kSize], const Operands<kSize>& operands, float low, float r,
+__device__ inline void epilogue(int32_t (&acc)[kSize], const Operands<kSize>& operands, int low, float r,
                                 Out (&out)[kSize]) {
   if constexpr (std::is_same_v<Out, int32_t>) {
 #pragma unroll

@@ -8,11 +8,11 @@
 namespace octofuse {
 
 namespace sm90 {
-void run_f16(int tile, const GemmArgs& args, int device, cudaStream_t stream);
-void run_bf16(int tile, const GemmArgs& args, int device, cudaStream_t stream);
-void run_f32(int tile, const GemmArgs& args, int device, cudaStream_t stream);
-void run_i8(int tile, const GemmArgs& args, int device, cudaStream_t stream);
-void run_i32(int tile, const GemmArgs& args, int device, cudaStream_t stream);
+void run_f16(const GemmArgs& args, int device, cudaStream_t stream);
+void run_bf16(const GemmArgs& args, int device, cudaStream_t stream);
+void run_f32(const GemmArgs& args, int device, cudaStream_t stream);
+void run_i8(const GemmArgs& args, int device, cudaStream_t stream);
+void run_i32(const GemmArgs& args, int device, cudaStream_t stream);
 }  // namespace sm90
 
 namespace sm80 {

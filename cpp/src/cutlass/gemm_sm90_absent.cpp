@@ -10,17 +10,17 @@ namespace {
 
 }  // namespace
 
-void run_f16(int, const GemmArgs&, int, cudaStream_t) { absent(); }
-void run_bf16(int, const GemmArgs&, int, cudaStream_t) { absent(); }
-void run_f32(int, const GemmArgs&, int, cudaStream_t) { absent(); }
-void run_i8(int, const GemmArgs&, int, cudaStream_t) { absent(); }
-void run_i32(int, const GemmArgs&, int, cudaStream_t) { absent(); }
+void run_f16(const GemmArgs&, int, cudaStream_t) { absent(); }
+void run_bf16(const GemmArgs&, int, cudaStream_t) { absent(); }
+void run_f32(const GemmArgs&, int, cudaStream_t) { absent(); }
+void run_i8(const GemmArgs&, int, cudaStream_t) { absent(); }
+void run_i32(const GemmArgs&, int, cudaStream_t) { absent(); }
 
 }  // namespace octofuse::sm90
 
 namespace octofuse::wgmma {
 
-void run(int, int, int, const GemmArgs&, int, cudaStream_t) {
+void run(const Candidate&, const GemmArgs&, int, cudaStream_t) {
   throw RuntimeError("wgmma: this build holds no sm_90a kernels");
 }
 

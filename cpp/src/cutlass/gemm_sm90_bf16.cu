@@ -2,13 +2,8 @@
 
 namespace octofuse::sm90 {
 
-void run_bf16(int tile, const GemmArgs& args, int device, cudaStream_t stream) {
-  switch (tile) {
-    case 0:
-      return Kernel<Tile128x128x128Pingpong2x1, cutlass::bfloat16_t>::run(args, device, stream);
-    default:
-      return Kernel<Tile64x128x128Pingpong1x1, cutlass::bfloat16_t>::run(args, device, stream);
-  }
+void run_bf16(const GemmArgs& args, int device, cudaStream_t stream) {
+  Kernel<Tile128x128x128Pingpong2x1, cutlass::bfloat16_t>::run(args, device, stream);
 }
 
 }  // namespace octofuse::sm90

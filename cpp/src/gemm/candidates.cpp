@@ -14,36 +14,48 @@ namespace {
 // into kModels per M).
 #include "gemm/measured_h200.inc"
 
-// The splits of K and the blocks per SM with which each wgmma tile is offered.
+using Form = wgmma::Form;
+constexpr Form kTokens = Form::kTokens, kSwapped = Form::kSwapped, kPingpong = Form::kPingpong;
+
+// How each wgmma tile is offered: Candidate's split, blocks_per_sm and cluster.
 struct Variant {
   int rows, cols;
-  bool swap;
+  Form form;
   int split, blocks_per_sm;
+  int cluster = 1;
 };
 
 constexpr Variant kVariants[] = {
-    {64, 64, false, 1, 1},   {64, 64, false, 2, 1},   {64, 64, false, 3, 1},   {64, 96, false, 1, 1},
-    {64, 128, false, 1, 1},  {64, 128, false, 2, 1},  {128, 64, false, 1, 1},  {128, 64, false, 2, 1},
-    {128, 96, false, 1, 1},  {128, 128, false, 1, 1}, {128, 144, false, 1, 1}, {128, 192, false, 1, 1},
-    {128, 240, false, 1, 1}, {128, 256, false, 1, 1}, {64, 16, true, 1, 3},    {64, 16, true, 2, 3},
-    {64, 32, true, 1, 1},    {64, 32, true, 1, 3},    {64, 32, true, 2, 1},    {64, 32, true, 3, 1},
-    {64, 32, true, 4, 1},    {64, 64, true, 1, 1},    {64, 64, true, 1, 2},    {64, 64, true, 2, 1},
-    {64, 64, true, 2, 3},    {64, 64, true, 4, 1},    {128, 48, true, 1, 1},   {128, 48, true, 4, 1},
-    {128, 96, true, 1, 1},   {128, 128, true, 1, 1},  {128, 192, true, 1, 1},
+    {64, 64, kTokens, 1, 1},        {64, 64, kTokens, 2, 1},       {64, 64, kTokens, 3, 1},
+    {64, 96, kTokens, 1, 1},        {64, 128, kTokens, 1, 1},      {64, 128, kTokens, 2, 1},
+    {128, 64, kTokens, 1, 1},       {128, 64, kTokens, 2, 1},      {128, 96, kTokens, 1, 1},
+    {128, 128, kTokens, 1, 1},      {128, 144, kTokens, 1, 1},     {128, 192, kTokens, 1, 1},
+    {128, 240, kTokens, 1, 1},      {128, 256, kTokens, 1, 1},     {64, 16, kSwapped, 1, 3},
+    {64, 16, kSwapped, 2, 3},       {64, 32, kSwapped, 1, 1},      {64, 32, kSwapped, 1, 3},
+    {64, 32, kSwapped, 2, 1},       {64, 32, kSwapped, 3, 1},      {64, 32, kSwapped, 4, 1},
+    {64, 64, kSwapped, 1, 1},       {64, 64, kSwapped, 1, 2},      {64, 64, kSwapped, 2, 1},
+    {64, 64, kSwapped, 2, 3},       {64, 64, kSwapped, 4, 1},      {128, 48, kSwapped, 1, 1},
+    {128, 48, kSwapped, 4, 1},      {64, 80, kSwapped, 1, 1},      {64, 96, kSwapped, 1, 1},
+    {64, 112, kSwapped, 1, 1},      {64, 128, kSwapped, 1, 1},     {64, 80, kSwapped, 1, 2},
+    {128, 80, kSwapped, 1, 1},      {128, 112, kSwapped, 1, 1},    {128, 96, kSwapped, 1, 1},
+    {128, 128, kSwapped, 1, 1},     {128, 192, kSwapped, 1, 1},    {128, 128, kPingpong, 1, 1, 1},
+    {128, 128, kPingpong, 1, 1, 2}, {64, 128, kPingpong, 1, 1, 1}, {64, 128, kPingpong, 1, 1, 2},
 };
 
 int index_of(const Variant& variant) {
   const auto same = [&](const wgmma::TileShape& t) {
-    return t.rows == variant.rows && t.cols == variant.cols && t.swap == variant.swap;
+    return t.rows == variant.rows && t.cols == variant.cols && t.form == variant.form;
   };
   return static_cast<int>(std::find_if(std::begin(wgmma::kTiles), std::end(wgmma::kTiles), same) - wgmma::kTiles);
 }
 
-// "wgmma/64x16_swapped": tokens x channels; "_split2": blocks that share a tile's K; "_x3": blocks of an SM.
+// "wgmma/64x16_swapped": tokens x channels; "_split2": blocks that share a tile's K; "_2x1": blocks that share weights;
+// "_x3": blocks of an SM.
 std::string name_of(const Variant& v) {
-  std::string name =
-      "wgmma/" + std::to_string(v.swap ? v.cols : v.rows) + "x" + std::to_string(v.swap ? v.rows : v.cols);
-  if (v.swap) name += "_swapped";
+  const bool swap = v.form == kSwapped;
+  std::string name = "wgmma/" + std::to_string(swap ? v.cols : v.rows) + "x" + std::to_string(swap ? v.rows : v.cols);
+  if (swap) name += "_swapped";
+  if (v.form == kPingpong) return name + (v.cluster > 1 ? "_pingpong_2x1" : "_pingpong");
   if (v.split > 1) name += "_split" + std::to_string(v.split);
   if (v.blocks_per_sm > 1) name += "_x" + std::to_string(v.blocks_per_sm);
   return name;
@@ -61,12 +73,12 @@ std::vector<Candidate> make_candidates() {
     all.push_back({Engine::kSkinny, name_of(t), tile++, t.tokens, t.channels, 1, 1});
   }
   for (const Variant& v : kVariants) {
-    all.push_back({Engine::kWgmma, name_of(v), index_of(v), v.swap ? v.cols : v.rows, v.swap ? v.rows : v.cols, v.split,
-                   v.blocks_per_sm});
+    const bool swap = v.form == kSwapped;
+    all.push_back({Engine::kWgmma, name_of(v), index_of(v), swap ? v.cols : v.rows, swap ? v.rows : v.cols, v.split,
+                   v.blocks_per_sm, v.cluster});
   }
-  // Indices follow tiles_sm90.h and gemm_sm80.cu.
+  // Indices follow gemm_sm80.cu.
   all.push_back({Engine::kCutlassSm90, "cutlass_sm90/128x128x128_pingpong_2x1", 0, 128, 128, 1, 1});
-  all.push_back({Engine::kCutlassSm90, "cutlass_sm90/64x128x128_pingpong_1x1", 1, 64, 128, 1, 1});
   all.push_back({Engine::kCutlassSm80, "cutlass_sm80/128x128x64", 0, 128, 128, 1, 1});
   all.push_back({Engine::kCutlassSm80, "cutlass_sm80/64x64x64", 1, 64, 64, 1, 1});
   all.push_back({Engine::kCublasLt, "cublaslt", 0, 0, 0, 1, 1});

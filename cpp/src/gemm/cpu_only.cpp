@@ -1,8 +1,9 @@
 // Stands in for everything that launches in a build without CUDA. The bindings refuse CUDA tensors first, so a call
 // that arrives here asked about a device by number.
+#include "octofuse/epilogue_pass.h"
 #include "octofuse/error.h"
 #include "octofuse/gemm.h"
-#include "octofuse/quantize.h"
+#include "octofuse/row_pass.h"
 
 namespace octofuse {
 namespace {
@@ -20,10 +21,11 @@ const Capability& device_capability(int) { absent(); }
 bool allow_overlap(bool) { return false; }
 DeviceGuard::DeviceGuard(int) { absent(); }
 DeviceGuard::~DeviceGuard() = default;
+void set_tuned(int, TunedTable) { absent(); }
+bool prefer_cublaslt(int64_t, int64_t, int64_t, DType, int, int) { absent(); }
 void run_gemm(const Candidate&, const GemmArgs&, int, Stream, const Allocator&) { absent(); }
 std::vector<std::pair<int, double>> tune_cublaslt(const GemmArgs&, int, Stream, const Allocator&) { absent(); }
-void quantize_per_tensor(const QuantizeArgs&, int, Stream) { absent(); }
-void quantize_per_token(const QuantizeArgs&, int, Stream) { absent(); }
+void row_pass(const RowPassArgs&, int, Stream) { absent(); }
 void apply_epilogue(const DequantizeArgs&, int, Stream) { absent(); }
 void pad_rows(const int8_t*, int64_t, int64_t, int64_t, int8_t*, int64_t, int, Stream) { absent(); }
 

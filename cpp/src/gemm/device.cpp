@@ -7,6 +7,7 @@
 
 #include "cublaslt/api.h"
 #include "octofuse/error.h"
+#include "octofuse/gemm.h"
 
 namespace octofuse {
 
@@ -19,7 +20,9 @@ CublasLtStatus cublaslt_status() {
   return {api.loaded(), api.why_not, api.path, api.loaded() ? api.cublasLtGetVersion() : 0};
 }
 
-const Capability& device_capability(int device) {
+namespace {
+
+Capability& known_capability(int device) {
   static std::array<Capability, 64> known;
   static std::array<std::once_flag, 64> once;
   std::call_once(once.at(static_cast<size_t>(device)), [device] {
@@ -38,6 +41,15 @@ const Capability& device_capability(int device) {
     known.at(static_cast<size_t>(device)) = capability;
   });
   return known.at(static_cast<size_t>(device));
+}
+
+}  // namespace
+
+const Capability& device_capability(int device) { return known_capability(device); }
+
+void set_tuned(int device, TunedTable table) {
+  // Kept for ever: a thread's remembered choices are compared by this address.
+  known_capability(device).tuned = new TunedTable(std::move(table));
 }
 
 DeviceGuard::DeviceGuard(int device) {

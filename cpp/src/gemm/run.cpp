@@ -5,9 +5,9 @@
 #include "cutlass/gemm_cutlass.h"
 #include "kernels/gemm_naive.h"
 #include "kernels/gemm_skinny.h"
+#include "octofuse/epilogue_pass.h"
 #include "octofuse/error.h"
 #include "octofuse/gemm.h"
-#include "octofuse/quantize.h"
 #include "wgmma/launch.h"
 
 namespace octofuse {
@@ -40,25 +40,25 @@ GemmArgs with_aligned_operands(GemmArgs args, int device, Stream stream, const A
   return args;
 }
 
-void run_sm90(int tile, const GemmArgs& args, int device, cudaStream_t stream) {
+void run_sm90(const GemmArgs& args, int device, cudaStream_t stream) {
   switch (args.out_type) {
     case DType::kFloat16:
-      return sm90::run_f16(tile, args, device, stream);
+      return sm90::run_f16(args, device, stream);
     case DType::kBFloat16:
-      return sm90::run_bf16(tile, args, device, stream);
+      return sm90::run_bf16(args, device, stream);
     case DType::kFloat32:
-      return sm90::run_f32(tile, args, device, stream);
+      return sm90::run_f32(args, device, stream);
     case DType::kInt8:
-      return sm90::run_i8(tile, args, device, stream);
+      return sm90::run_i8(args, device, stream);
     default:
-      return sm90::run_i32(tile, args, device, stream);
+      return sm90::run_i32(args, device, stream);
   }
 }
 
 // True where cuBLASLt writes the final output itself.
 bool is_raw(const GemmArgs& args) {
   const EpilogueArgs& e = args.epilogue;
-  return args.out_type == DType::kInt32 || (args.out_type == DType::kInt8 && e.clamp_low == -128.0F);
+  return args.out_type == DType::kInt32 || (args.out_type == DType::kInt8 && e.clamp_low == -128);
 }
 
 void run_cublaslt(const GemmArgs& args, int device, Stream stream, const Allocator& allocate) {
@@ -94,9 +94,9 @@ void run_gemm(const Candidate& candidate, const GemmArgs& args, int device, Stre
     case Engine::kSkinny:
       return skinny::run(candidate.tile, aligned, device, cuda_stream);
     case Engine::kWgmma:
-      return wgmma::run(candidate.tile, candidate.split, candidate.blocks_per_sm, aligned, device, cuda_stream);
+      return wgmma::run(candidate, aligned, device, cuda_stream);
     case Engine::kCutlassSm90:
-      return run_sm90(candidate.tile, aligned, device, cuda_stream);
+      return run_sm90(aligned, device, cuda_stream);
     case Engine::kCutlassSm80:
       return sm80::run(candidate.tile, aligned, device, cuda_stream);
     default:
@@ -113,6 +113,16 @@ std::vector<std::pair<int, double>> tune_cublaslt(const GemmArgs& args, int devi
     throw RuntimeError("tune_cublaslt: the stream is being captured; tune before the capture");
   }
   return cublaslt::tune(with_aligned_operands(args, device, stream, allocate), device, cuda_stream, allocate);
+}
+
+bool prefer_cublaslt(int64_t m, int64_t n, int64_t k, DType out, int algorithm, int device) {
+  const DeviceGuard guard(device);
+  GemmArgs args;
+  args.m = m;
+  args.n = args.ldo = n;
+  args.k = args.ldx = args.ldw = round_up(k);  // as with_aligned_operands leaves them
+  args.out_type = out;
+  return cublaslt::prefer(args, device, algorithm);
 }
 
 }  // namespace octofuse

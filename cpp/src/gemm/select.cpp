@@ -103,15 +103,37 @@ const Candidate* cheapest(const GemmProblem& problem, const Capability& capabili
   return best;
 }
 
+// What was measured on this device: exactly this N, K and output, and the nearest M that is not below the problem's.
+const Candidate* tuned(const GemmProblem& problem, const Capability& capability) {
+  const TunedShape* best = nullptr;
+  if (capability.tuned == nullptr) return nullptr;
+  for (const TunedShape& shape : capability.tuned->shapes) {
+    if (shape.n != problem.n || shape.k != problem.k || shape.out != problem.out) continue;
+    if (shape.m < problem.m || shape.m >= 2 * problem.m) continue;
+    if (best == nullptr || shape.m < best->m) best = &shape;
+  }
+  return best != nullptr && why_not(*best->best, problem, capability) == nullptr ? best->best : nullptr;
+}
+
 const Candidate* measured(const GemmProblem& problem, const Capability& capability) {
   const Candidate* best = measured_best(problem, capability);
   return best != nullptr && why_not(*best, problem, capability) == nullptr ? best : nullptr;
 }
 
+// What select() reads of a problem and of a capability.
+auto fields(const GemmProblem& p) {
+  return std::tie(p.m, p.n, p.k, p.out, p.raw, p.ldo, p.out_aligned, p.double_activation);
+}
+
+auto fields(const Capability& c) {
+  return std::make_tuple(c.compute_capability, c.sm_count, c.kernels_sm90a, c.kernels_mma, c.kernels_naive, c.cublaslt,
+                         c.tuned);
+}
+
 // The last choices of this thread, so that a call does not estimate every candidate again.
 struct Remembered {
   GemmProblem problem;
-  int device = 0;
+  decltype(fields(Capability())) capability;
   const Candidate* chosen = nullptr;
 };
 
@@ -121,25 +143,15 @@ Remembered& slot_for(const GemmProblem& p) {
   return slots[mixed % slots.size()];
 }
 
-auto fields(const GemmProblem& p) {
-  return std::tie(p.m, p.n, p.k, p.out, p.raw, p.ldo, p.out_aligned, p.double_activation);
-}
-
-// One number for what select() reads of a capability.
-int fingerprint(const Capability& c) {
-  return c.compute_capability * 1024 + c.sm_count * 16 + c.kernels_sm90a * 8 + c.kernels_mma * 4 + c.kernels_naive * 2 +
-         c.cublaslt;
-}
-
 const Candidate* remembered(const GemmProblem& problem, const Capability& capability) {
   const Remembered& slot = slot_for(problem);
   const bool same =
-      slot.chosen != nullptr && slot.device == fingerprint(capability) && fields(slot.problem) == fields(problem);
+      slot.chosen != nullptr && slot.capability == fields(capability) && fields(slot.problem) == fields(problem);
   return same ? slot.chosen : nullptr;
 }
 
 void remember(const GemmProblem& problem, const Capability& capability, const Candidate& chosen) {
-  slot_for(problem) = {problem, fingerprint(capability), &chosen};
+  slot_for(problem) = {problem, fields(capability), &chosen};
 }
 
 [[noreturn]] void refuse_engine(const GemmProblem& problem, const Capability& capability, std::string_view engine) {
@@ -162,7 +174,8 @@ const Candidate& select(const GemmProblem& problem, const Capability& capability
   const bool is_auto = engine == "auto";
   const Candidate* chosen = is_auto ? remembered(problem, capability) : nullptr;
   if (chosen == nullptr) {
-    if (is_auto) chosen = measured(problem, capability);
+    if (is_auto) chosen = tuned(problem, capability);
+    if (is_auto && chosen == nullptr) chosen = measured(problem, capability);
     if (chosen == nullptr) chosen = cheapest(problem, capability, engine);
     if (chosen == nullptr) refuse_engine(problem, capability, engine);
     if (is_auto) remember(problem, capability, *chosen);
@@ -173,8 +186,10 @@ const Candidate& select(const GemmProblem& problem, const Capability& capability
 Decision explain(const GemmProblem& problem, const Capability& capability, std::string_view engine) {
   Decision decision;
   decision.chosen = &select(problem, capability, engine);
+  const bool was_tuned = engine == "auto" && tuned(problem, capability) == decision.chosen;
   const bool was_measured = engine == "auto" && measured(problem, capability) == decision.chosen;
-  decision.why = was_measured       ? "the fastest measured at this N and K for the next M that was timed"
+  decision.why = was_tuned          ? "the fastest measured on this device (octofuse tune)"
+                 : was_measured     ? "the fastest measured at this N and K for the next M that was timed"
                  : engine == "auto" ? "the lowest estimated time of those that can serve"
                                     : "asked for by name";
   for (const Candidate& candidate : candidates()) {
@@ -186,6 +201,15 @@ Decision explain(const GemmProblem& problem, const Capability& capability, std::
     decision.declined.emplace_back(candidate.name, reason != nullptr ? reason : estimate);
   }
   return decision;
+}
+
+std::vector<std::pair<const Candidate*, double>> estimates(const GemmProblem& problem, const Capability& capability) {
+  std::vector<std::pair<const Candidate*, double>> all;
+  for (const Candidate& candidate : candidates()) {
+    if (why_not(candidate, problem, capability) != nullptr) continue;
+    all.emplace_back(&candidate, estimated_time(candidate, problem, capability));
+  }
+  return all;
 }
 
 }  // namespace octofuse

@@ -31,6 +31,7 @@ struct TileVectors {
   alignas(16) int32_t w_sum[kChannels];
   alignas(16) float x_scale[kTokens];
   alignas(16) int32_t x_zero[kTokens];
+  float out_inverse;  // 1 / out_scale of an int8 output
 };
 
 template <class T, int kCount>
@@ -71,6 +72,7 @@ __device__ void load_vectors(const EpilogueArgs& e, const TileOutput& output, in
   wait_for_earlier_kernels();
 #pragma unroll
   for (int i = 0; i < kOfTokens; ++i) x_scale[i] = scale_at(e.x_scale, min(m0 + thread + kThreads * i, output.m - 1));
+  if (output.type == DType::kInt8 && thread == 0) vectors.out_inverse = reciprocal(scale_at(e.out_scale, 0));
   const bool asymmetric = e.w_sum != nullptr;
   for (int i = thread; i < kChannels; i += kThreads) {
     vectors.w_sum[i] = asymmetric ? e.w_sum[min(n0 + i, output.n - 1)] : 0;
@@ -122,8 +124,8 @@ struct TileShare {
   }
 };
 
-// Wide accesses, no run-time switch; `accs` is [tokens][kPitch].
-template <class Out, Activation kActivation, bool kResidual, int kPitch, class Share, class Vectors>
+// Wide accesses, and of the run-time switches the residual's alone; `accs` is [tokens][kPitch].
+template <class Out, Activation kActivation, int kPitch, class Share, class Vectors>
 __device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
                             const int32_t* accs) {
   constexpr int kPiece = Share::kPiece;
@@ -137,8 +139,7 @@ __device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, con
     operands.residual[j] = -0.0F;
     at.n[j] = share.n0 + share.n + j;
   }
-  float r = 0.0F;
-  if constexpr (std::is_same_v<Out, int8_t>) r = reciprocal(scale_at(e.out_scale, 0));
+  const bool adds = !std::is_same_v<Out, int32_t> && e.residual != nullptr && share.stores;
   Out* out = static_cast<Out*>(output.out) + static_cast<int64_t>(share.m0 + share.m) * output.ldo + at.n[0];
 #pragma unroll 2
   for (int m = share.m; m < share.m_end; m += Share::kStep) {
@@ -154,11 +155,9 @@ __device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, con
       operands.x_zero[j] = x_zero;
       at.m[j] = share.m0 + m;
     }
-    if constexpr (kResidual) {
-      if (share.stores) load_residual_row<true>(at, e, operands.residual);
-    }
+    if (adds) load_residual_row<true>(at, e, operands.residual);
     Out values[kPiece];
-    epilogue<kActivation>(acc, operands, e.clamp_low, r, values);
+    epilogue<kActivation>(acc, operands, e.clamp_low, vectors.out_inverse, values);
     if (share.stores) store_piece<true>(out, at, values);
     out += Share::kStep * output.ldo;
   }
@@ -192,16 +191,6 @@ __device__ void finish_narrow(const EpilogueArgs& e, const TileOutput& output, c
     epilogue<Out, false>(acc, operands, e, values);
     store_piece<false>(static_cast<Out*>(output.out) + static_cast<int64_t>(at.m[0]) * output.ldo + at.n[0], at,
                        values);
-  }
-}
-
-template <class Out, Activation kActivation, int kPitch, class Share, class Vectors>
-__device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
-                            const int32_t* accs) {
-  if (!std::is_same_v<Out, int32_t> && e.residual != nullptr) {
-    finish_wide<Out, kActivation, true, kPitch>(e, output, vectors, share, accs);
-  } else {
-    finish_wide<Out, kActivation, false, kPitch>(e, output, vectors, share, accs);
   }
 }
 

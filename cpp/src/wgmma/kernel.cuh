@@ -67,21 +67,29 @@ struct Place {
   }
 };
 
-// One thread feeds the ring.
+// One thread feeds the ring. The tile that reaches beyond the last token reads the tokens that exist and no more: rows
+// that the copy engine has to fill with zeros cost it more than rows that it reads. What lies in the ring below them
+// gives accumulators that nobody stores.
 template <class Tile>
 __device__ void produce(const KernelArgs& args, const Place& place, typename Tile::Shared& shared, uint8_t* ring) {
-  const auto load = [&](bool a, int i, int stage) {
-    uint8_t* tile = ring + stage * Tile::kStageBytes + (a ? 0 : Tile::kBytesA);
+  constexpr int kTokenOffset = Tile::kSwap ? Tile::kBytesA : 0;
+  constexpr int kWeightOffset = Tile::kSwap ? 0 : Tile::kBytesA;
+  const int m0 = (Tile::kSwap ? place.tile_c : place.tile_r) * Tile::kTokens;
+  const int n0 = (Tile::kSwap ? place.tile_r : place.tile_c) * Tile::kChannels;
+  const int tokens = min(Tile::kTokens, args.output.m - m0);
+  const CUtensorMap& x_map = tokens < Tile::kTokens ? args.x_rest_map : args.x_map;
+  const uint32_t bytes = static_cast<uint32_t>(Tile::kChannels + tokens) * kBlockK;
+
+  const auto load = [&](const CUtensorMap& map, int i, int stage, int offset, int row) {
     constexpr uint64_t kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-    cute::SM90_TMA_LOAD_2D::copy(a ? &args.a_map : &args.b_map, reinterpret_cast<uint64_t*>(&shared.full[stage]),
-                                 kNormal, tile, (place.k_begin + i) * kBlockK,
-                                 a ? place.tile_r * Tile::kRows : place.tile_c * Tile::kCols);
+    cute::SM90_TMA_LOAD_2D::copy(&map, reinterpret_cast<uint64_t*>(&shared.full[stage]), kNormal,
+                                 ring + stage * Tile::kStageBytes + offset, (place.k_begin + i) * kBlockK, row);
   };
   const auto load_weights = [&](int i, int stage) {
-    shared.full[stage].arrive_and_expect_tx(Tile::kStageBytes);
-    load(Tile::kSwap, i, stage);
+    shared.full[stage].arrive_and_expect_tx(bytes);
+    load(args.w_map, i, stage, kWeightOffset, n0);
   };
-  const auto load_tokens = [&](int i, int stage) { load(!Tile::kSwap, i, stage); };
+  const auto load_tokens = [&](int i, int stage) { load(x_map, i, stage, kTokenOffset, m0); };
 
   const int first = min(args.stages, place.k_count);
   if (args.constant_weight) {
@@ -205,8 +213,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
       cutlass::arch::fence_barrier_init();
     }
     if (lane == 0) {
-      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.a_map));
-      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.b_map));
+      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.w_map));
+      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.x_map));
     }
   }
   __syncthreads();
@@ -223,7 +231,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
     share.m_end = 0;
   } else {
     uint32_t d[Tile::kCols / 2];
-    multiply<Tile>(args, place, shared, ring, thread / 128, thread % 128, d);
+    multiply<Tile>(args, place, shared, ring, warpgroup_of(thread), thread % 128, d);
     __syncwarp();
     // Nobody reads the ring any more.
     cutlass::arch::NamedBarrier::sync(Tile::kConsumers, 0);
@@ -245,7 +253,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
     finish_tile<Tile::kPitch>(args.epilogue, args.output, shared.vectors, share, accs);
     __syncwarp();
   }
-  __syncwarp();
   if (split) cute::cluster_sync();
 }
 

@@ -30,9 +30,7 @@ struct Mma;
       call(a, b, d, accumulate ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<N / 2>());            \
     }                                                                                                           \
   }
-OCTOFUSE_WGMMA(8);
 OCTOFUSE_WGMMA(16);
-OCTOFUSE_WGMMA(24);
 OCTOFUSE_WGMMA(32);
 OCTOFUSE_WGMMA(48);
 OCTOFUSE_WGMMA(64);
@@ -41,11 +39,7 @@ OCTOFUSE_WGMMA(96);
 OCTOFUSE_WGMMA(112);
 OCTOFUSE_WGMMA(128);
 OCTOFUSE_WGMMA(144);
-OCTOFUSE_WGMMA(160);
-OCTOFUSE_WGMMA(176);
 OCTOFUSE_WGMMA(192);
-OCTOFUSE_WGMMA(208);
-OCTOFUSE_WGMMA(224);
 OCTOFUSE_WGMMA(240);
 OCTOFUSE_WGMMA(256);
 #undef OCTOFUSE_WGMMA
@@ -57,6 +51,10 @@ __device__ inline uint64_t tile_descriptor(const void* tile) {
   const uint64_t address = cute::cast_smem_ptr_to_uint(tile);
   return ((address & 0x3FFFF) >> 4) | (uint64_t{1} << 16) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
 }
+
+// This thread's warpgroup, in a form that the compiler knows to be the same for a whole warp: descriptors derived from
+// it stay in uniform registers, and wgmmas follow each other without a round trip through vector registers.
+__device__ inline int warpgroup_of(int thread) { return __shfl_sync(0xFFFFFFFFU, thread / 128, 0); }
 
 // 16 bytes of another block of the cluster, at the address that `local` has in this one.
 __device__ inline int4 load_from_block(const int4* local, uint32_t rank) {

@@ -1,4 +1,4 @@
-"""The command line: `octofuse demo | quantize | generate | eval | doctor`."""
+"""The command line: `octofuse demo | quantize | generate | eval | tune | doctor`."""
 
 from __future__ import annotations
 
@@ -97,6 +97,21 @@ def evaluate(
         tokens = evaluation_tokens(tokenizer, text)[:max_tokens]
         value = measure_perplexity(loaded, tokens, "evaluating")
         console.print(f"perplexity {value:.4f} over {tokens.numel()} tokens")
+
+
+@app.command()
+def tune(
+    model: Annotated[str | None, typer.Argument(help="a folder, a hub name or 'embedded': tunes its layers")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="N,K of a weight instead of a model; repeatable")] = None,
+    tokens: Annotated[str, typer.Option(help="values of M")] = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096",
+    out: Annotated[str, typer.Option(help="output: float16, bfloat16, float32, int8 or int32")] = "float16",
+    device: Device = "auto",
+) -> None:
+    """Measure the kernels on this GPU and remember the fastest for each shape."""
+    from octofuse.cli.tune import run_tune
+
+    with _plain_errors():
+        run_tune(console, model, shape or [], tokens, out, device)
 
 
 @app.command()

@@ -1,23 +1,51 @@
 """Functional ops. Importing this package registers them with torch.library as `torch.ops.octofuse.*`."""
 
-from octofuse.ops import _register, gemm, quantize
+from octofuse.ops import _register, gemm, quantize, rows
 from octofuse.ops.explain import Explanation, engines, explain, tune_cublaslt
 from octofuse.ops.gemm import i8f16_linear, i8i8_linear, i8i8_matmul, i8i32_matmul, weight_sums
 from octofuse.ops.quantize import dequantize, quantize_per_tensor, quantize_per_token
+from octofuse.ops.rows import (
+    activate,
+    activate_quantize,
+    add_layer_norm,
+    add_layer_norm_quantize,
+    add_rms_norm,
+    add_rms_norm_quantize,
+    gated_activation,
+    gated_activation_quantize,
+    layer_norm,
+    layer_norm_quantize,
+    rms_norm,
+    rms_norm_quantize,
+)
+from octofuse.ops.tuning import tune
 
-_register.register({**gemm.IMPLEMENTATIONS, **quantize.IMPLEMENTATIONS})
+_register.register({**gemm.IMPLEMENTATIONS, **quantize.IMPLEMENTATIONS, **rows.IMPLEMENTATIONS})
 
 __all__ = [
     "Explanation",
+    "activate",
+    "activate_quantize",
+    "add_layer_norm",
+    "add_layer_norm_quantize",
+    "add_rms_norm",
+    "add_rms_norm_quantize",
     "dequantize",
     "engines",
     "explain",
+    "gated_activation",
+    "gated_activation_quantize",
     "i8f16_linear",
     "i8i8_linear",
     "i8i8_matmul",
     "i8i32_matmul",
+    "layer_norm",
+    "layer_norm_quantize",
     "quantize_per_tensor",
     "quantize_per_token",
+    "rms_norm",
+    "rms_norm_quantize",
+    "tune",
     "tune_cublaslt",
     "weight_sums",
 ]

@@ -30,6 +30,8 @@ SCHEMAS = {
     "quantize_per_tensor": "(Tensor x, Tensor scale) -> Tensor",
     "quantize_per_token": "(Tensor x) -> (Tensor, Tensor)",
     "dequantize": "(Tensor q, Tensor scale, ScalarType out_dtype) -> Tensor",
+    "rows": "(Tensor x, str op, Tensor? residual, Tensor? weight, Tensor? bias, float eps, str? activation, "
+    "bool quantize, Tensor? scale) -> Tensor[]",
 }
 
 
@@ -73,6 +75,16 @@ def _fake_dequantize(q: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor
     return torch.empty(q.shape, dtype=out_dtype, device=q.device)
 
 
+def _fake_rows(x: Tensor, op: str, residual: Tensor | None, *rest: Any) -> list[Tensor]:
+    quantize, scale = rest[-2:]
+    shape = [*x.shape]
+    if op == "gated_activation":
+        shape[-1] = shape[-1] // 2
+    y = torch.empty(shape, dtype=torch.int8 if quantize else x.dtype, device=x.device)
+    scales = [_fake_quantize_per_token(x)[1]] if quantize and scale is None else []
+    return [y, *scales, *([] if residual is None else [torch.empty(x.shape, dtype=x.dtype, device=x.device)])]
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "i8f16_linear": _fake_linear,
     "i8i8_linear": _fake_linear_i8,
@@ -81,6 +93,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "quantize_per_tensor": _fake_quantize,
     "quantize_per_token": _fake_quantize_per_token,
     "dequantize": _fake_dequantize,
+    "rows": _fake_rows,
 }
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octofuse import _C
-from octofuse.ops import cpu
+from octofuse.ops import cpu, tuning
 from octofuse.ops._guard import DTYPE_NAMES
 
 
@@ -58,6 +58,7 @@ def explain(
             compute_capability=device["compute_capability"],
             sm_count=device["sm_count"],
             cublaslt=device["cublaslt"],
+            tuned=tuning.entries(x.get_device()),
         )
         return Explanation(chosen["chosen"], chosen["why"], tuple(map(tuple, chosen["declined"])))
     name = cpu.select_raw(engine) if out_dtype == torch.int32 else cpu.select(engine)

@@ -112,6 +112,46 @@ def linear(
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
+def row_sum(v: Tensor) -> Tensor:
+    """v fp32 [rows, K] -> [rows, 1], added in the one order that every device uses.
+
+    8 consecutive elements as a tree, 32 such packs as a tree (a group), lane l of 32 adds groups l, l + 32, ... in order,
+    and the lanes as a tree. Zeros fill the last group: they change no sum.
+    """
+    rows, length = v.shape
+    padded = -(-length // 8192) * 8192
+    packs = torch.nn.functional.pad(v, (0, padded - length)).reshape(rows, padded // 8192, 32, 32, 8)
+    for _ in range(3):
+        packs = packs[..., 0::2] + packs[..., 1::2]
+    groups = _halve(packs.squeeze(-1))  # [rows, rounds, 32 lanes]
+    lanes = torch.zeros_like(groups[:, 0])
+    for i in range(groups.shape[1]):
+        lanes = lanes + groups[:, i]
+    return _halve(lanes).unsqueeze(-1)
+
+
+def _halve(v: Tensor) -> Tensor:
+    """[..., 32] -> [...]: element i plus element i + 16, then + 8, 4, 2 and 1."""
+    for half in (16, 8, 4, 2, 1):
+        v = v[..., :half] + v[..., half:]
+    return v.squeeze(-1)
+
+
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, center: bool) -> Tensor:
+    """Layer norm (`center`) or RMS norm of x [..., K], every step one fp32 operation -> x's dtype."""
+    v = x.reshape(-1, x.shape[-1]).float()
+    length = torch.full((1, 1), float(v.shape[1]), device=v.device)
+    if center:
+        v = v - row_sum(v) / length
+    variance = row_sum(v * v) / length + torch.tensor(eps, dtype=torch.float32, device=v.device)
+    t = v * (1 / torch.sqrt(variance.double())).float()
+    if weight is not None:
+        t = t * weight.float()
+    if bias is not None:
+        t = t + bias.float()
+    return t.to(x.dtype).reshape(x.shape)
+
+
 def quantize(x: Tensor, scale: Tensor | float) -> Tensor:
     """q = clamp(rne(float(x) * r), -127, 127) with r = 1 / scale; scale broadcasts against x."""
     return requantize(x.float(), scale)

@@ -1,0 +1,42 @@
+// One pass over rows: add a residual, normalise or activate, quantise. Symmetric quantisation: s = amax / 127, r = 1 /
+// s (each rounded once to fp32), q = clamp(rne(float(t) * r), -127, 127).
+#pragma once
+
+#include <cstdint>
+
+#include "octofuse/gemm.h"
+#include "octofuse/types.h"
+
+namespace octofuse {
+
+enum class Norm : int8_t { kNone, kLayer, kRms };
+
+// h = x + residual; t = norm(h), or act(x), or act(first half of x's row) * second half; every one of them is rounded
+// to `type`, as if it were stored. Then t is quantised, or written as it is.
+struct RowPassArgs {
+  int64_t rows = 0, cols = 0;  // of the output
+  DType type = DType::kFloat16;
+  const void* x = nullptr;  // [rows, cols], gated [rows, 2 * cols]; row stride ldx
+  int64_t ldx = 0;
+  const void* residual = nullptr;  // [rows, cols], with a norm only; row stride residual_ld
+  int64_t residual_ld = 0;
+  void* sum = nullptr;  // [rows, cols], contiguous: where h goes
+  Norm norm = Norm::kNone;
+  const void* weight = nullptr;  // [cols], of affine_type: fp32 or `type`
+  const void* bias = nullptr;    // likewise
+  DType affine_type = DType::kFloat32;
+  float eps = 0.0F;
+  Activation activation = Activation::kNone;
+  bool gated = false;
+  // The output, contiguous: y in `type`, or q. With `scales` every row gets its own scale, else all have `scale`.
+  void* y = nullptr;
+  int8_t* q = nullptr;
+  float* scales = nullptr;
+  ScaleView scale;
+};
+
+// A zero row gets scale 1. A row with NaN or Inf gets a non-finite scale and zeros where the product is NaN, so that
+// its real values stay NaN and no other row changes; with one given scale NaN becomes 0 and infinities saturate.
+void row_pass(const RowPassArgs& args, int device, Stream stream);
+
+}  // namespace octofuse

@@ -1,0 +1,133 @@
+// The epilogue as a pass of its own. Memory-bound: every kernel reads and writes once.
+#include "octofuse/epilogue_pass.h"
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "cutlass/epilogues.cuh"
+#include "kernels/launch.h"
+
+namespace octofuse {
+namespace {
+
+constexpr int kBlock = 256;  // threads
+constexpr int kSize = 8;     // columns of a thread
+constexpr int kRows = 2;     // that a thread reads before it computes
+constexpr int64_t kMaxBlocks = 65535;
+
+template <class Q>
+struct alignas(sizeof(Q) * kSize < 16 ? sizeof(Q) * kSize : 16) Pack {
+  Q values[kSize];
+};
+
+template <class Q>
+__device__ void load(const DequantizeArgs& args, int64_t row, int col, bool wide, int32_t (&acc)[kSize]) {
+  const Q* source = static_cast<const Q*>(args.q) + row * args.ldq + col;
+  if (wide) {
+    const Pack<Q> pack = *reinterpret_cast<const Pack<Q>*>(source);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) acc[j] = pack.values[j];
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) acc[j] = col + j < args.cols ? source[j] : 0;
+}
+
+// What depends on the column alone is read once; a thread keeps its 8 columns and goes down the rows.
+template <class Q, class Out>
+__global__ void __launch_bounds__(kBlock) epilogue_kernel(const DequantizeArgs args, bool wide_in, bool wide_out) {
+  const int col = static_cast<int>(blockIdx.x * kBlock + threadIdx.x) * kSize;
+  if (col >= args.cols) return;
+  const EpilogueArgs& e = args.epilogue;
+  Coordinates<kSize> at;
+  at.m_end = static_cast<int>(args.rows);
+  at.n_end = static_cast<int>(args.cols);
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) {
+    at.m[j] = 0;
+    at.n[j] = col + j;
+  }
+  Operands<kSize> operands;
+  load_channel_operands(at, e, operands);
+  const int step = kRows * static_cast<int>(gridDim.y);
+  for (int64_t first = kRows * blockIdx.y; first < args.rows; first += step) {
+    int32_t acc[kRows][kSize];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) load<Q>(args, min(first + i, args.rows - 1), col, wide_in, acc[i]);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t row = first + i;
+      if (row >= args.rows) break;
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) at.m[j] = static_cast<int>(row);
+      load_token_operands(at, e, operands);
+      Out values[kSize];
+      epilogue<Out>(acc[i], operands, e, values);
+      Out* out = static_cast<Out*>(args.out) + row * args.ldo + col;
+      if (wide_out) {
+        store_piece<true>(out, at, values);
+      } else {
+        store_piece<false>(out, at, values);
+      }
+    }
+  }
+}
+
+template <class Q>
+auto kernel_for(DType out) {
+  switch (out) {
+    case DType::kInt8:
+      return epilogue_kernel<Q, int8_t>;
+    case DType::kFloat16:
+      return epilogue_kernel<Q, __half>;
+    case DType::kBFloat16:
+      return epilogue_kernel<Q, __nv_bfloat16>;
+    default:
+      return epilogue_kernel<Q, float>;
+  }
+}
+
+__global__ void pad_kernel(const int8_t* source, int64_t rows, int64_t cols, int64_t ld, int8_t* out, int64_t padded) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kBlock;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x; i < rows * padded; i += step) {
+    const int64_t row = i / padded;
+    const int64_t col = i - row * padded;
+    out[i] = col < cols ? source[row * ld + col] : 0;
+  }
+}
+
+// Whether every 8 elements of a row can be accessed 16 bytes at a time.
+bool is_wide(const void* data, int64_t ld, int64_t cols, DType type) {
+  const size_t step = std::min<size_t>(16, kSize * size_of(type));
+  return cols % kSize == 0 && reinterpret_cast<uintptr_t>(data) % step == 0 &&
+         static_cast<size_t>(ld) * size_of(type) % step == 0;
+}
+
+}  // namespace
+
+void apply_epilogue(const DequantizeArgs& args, int device, Stream stream) {
+  if (args.rows == 0) return;
+  const DeviceGuard guard(device);
+  const auto kernel =
+      args.q_type == DType::kInt8 ? kernel_for<int8_t>(args.out_type) : kernel_for<int32_t>(args.out_type);
+  const int64_t across = (args.cols + kBlock * kSize - 1) / (kBlock * kSize);
+  // About 16 blocks an SM: enough for every SM, few enough that a thread uses its columns' operands again.
+  const int64_t wanted = std::max<int64_t>(1, 16 * device_capability(device).sm_count / across);
+  const int64_t down = std::min({(args.rows + kRows - 1) / kRows, wanted, kMaxBlocks});
+  kernel<<<dim3(static_cast<unsigned>(across), static_cast<unsigned>(down)), kBlock, 0,
+           static_cast<cudaStream_t>(stream)>>>(args, is_wide(args.q, args.ldq, args.cols, args.q_type),
+                                                is_wide(args.out, args.ldo, args.cols, args.out_type));
+  check_launch("apply_epilogue");
+}
+
+void pad_rows(const int8_t* source, int64_t rows, int64_t cols, int64_t ld, int8_t* out, int64_t padded, int device,
+              Stream stream) {
+  if (rows == 0) return;
+  const DeviceGuard guard(device);
+  const auto blocks = static_cast<unsigned>(std::clamp<int64_t>((rows * padded + kBlock - 1) / kBlock, 1, kMaxBlocks));
+  pad_kernel<<<blocks, kBlock, 0, static_cast<cudaStream_t>(stream)>>>(source, rows, cols, ld, out, padded);
+  check_launch("pad_rows");
+}
+
+}  // namespace octofuse

@@ -1,0 +1,72 @@
+// Which variant of the row pass serves a row, and its launch.
+#include "kernels/row_pass.cuh"
+
+#include "kernels/launch.h"
+
+namespace octofuse {
+namespace {
+
+using rows::RowOp;
+
+struct RowKernel {
+  const void* function;
+  int threads, rows_per_block;
+};
+
+template <class T, RowOp kOp, int kThreads, int kPacks>
+RowKernel kernel_of() {
+  constexpr int kBlock = rows::kBlockOf<kThreads>;
+  return {reinterpret_cast<const void*>(rows::row_pass_kernel<T, kOp, kThreads, kPacks>), kBlock, kBlock / kThreads};
+}
+
+// A warp a row where it fits: it waits for nobody. Longer rows take a block, 4 packs of 8 a thread.
+template <class T, RowOp kOp>
+RowKernel kernel_for(int64_t packs, bool wide) {
+  if (wide && packs <= 32) return kernel_of<T, kOp, 32, 1>();
+  if (wide && packs <= 128) return kernel_of<T, kOp, 32, 4>();
+  if (wide && packs <= 256) return kernel_of<T, kOp, 128, 2>();
+  if (wide && packs <= 512) return kernel_of<T, kOp, 128, 4>();
+  if (wide && packs <= 1024) return kernel_of<T, kOp, 256, 4>();
+  if (wide && packs <= 2048) return kernel_of<T, kOp, 512, 4>();
+  return kernel_of<T, kOp, 256, 0>();
+}
+
+template <class T>
+RowKernel kernel_for(const RowPassArgs& args, bool wide) {
+  const int64_t packs = (args.cols + rows::kPack - 1) / rows::kPack;
+  if (args.norm != Norm::kNone) return kernel_for<T, RowOp::kNorm>(packs, wide);
+  if (args.gated) return kernel_for<T, RowOp::kGate>(packs, wide);
+  if (args.activation != Activation::kNone) return kernel_for<T, RowOp::kActivate>(packs, wide);
+  return kernel_for<T, RowOp::kCopy>(packs, wide);
+}
+
+// Whether every pack can be accessed at once: rows of whole packs, each at a multiple of its size.
+bool is_wide(const RowPassArgs& args) {
+  const auto fits = [&](const void* data, int64_t ld, DType type) {
+    const size_t bytes = rows::kPack * size_of(type);
+    return data == nullptr ||
+           (reinterpret_cast<uintptr_t>(data) % bytes == 0 && static_cast<size_t>(ld) * size_of(type) % bytes == 0);
+  };
+  return args.cols % rows::kPack == 0 && fits(args.x, args.ldx, args.type) &&
+         fits(args.residual, args.residual_ld, args.type) && fits(args.sum, args.cols, args.type) &&
+         fits(args.y, args.cols, args.type) && fits(args.q, args.cols, DType::kInt8) &&
+         fits(args.weight, 0, args.affine_type) && fits(args.bias, 0, args.affine_type);
+}
+
+}  // namespace
+
+void row_pass(const RowPassArgs& args, int device, Stream stream) {
+  if (args.rows == 0) return;
+  const DeviceGuard guard(device);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  const bool wide = is_wide(args);
+  const RowKernel kernel = args.type == DType::kFloat16    ? kernel_for<__half>(args, wide)
+                           : args.type == DType::kBFloat16 ? kernel_for<__nv_bfloat16>(args, wide)
+                                                           : kernel_for<float>(args, wide);
+  const auto blocks = static_cast<unsigned>((args.rows + kernel.rows_per_block - 1) / kernel.rows_per_block);
+  RowPassArgs kernel_args = args;
+  launch_kernel("row_pass", kernel.function, dim3(blocks), dim3(static_cast<unsigned>(kernel.threads)), 0, dim3(1),
+                is_chained(cuda_stream, device), &kernel_args, cuda_stream);
+}
+
+}  // namespace octofuse

@@ -1,0 +1,348 @@
+// One pass over rows: read a row, add a residual, normalise or activate it, find its scale, write it quantised. The row
+// stays in the registers of a warp or a block from its one read to its one write; rows that do not fit, or cannot be
+// read in vectors, take the same steps and read their operands again.
+//
+// The order of every sum depends on the row's length alone, never on how threads share the row: 8 consecutive elements
+// (a pack) are added as a tree, 32 packs (a group) as a tree, lane l of 32 adds groups l, l + 32, ... in order, and the
+// lanes are added as a tree. So all variants, and the CPU (testing/reference.py), give the same bits.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "kernels/tile_epilogue.cuh"
+#include "octofuse/row_pass.h"
+
+namespace octofuse::rows {
+
+constexpr int kPack = 8;
+constexpr int kMaxGroups = (static_cast<int>(kMaxK) / kPack + 31) / 32 + 1;
+constexpr uint32_t kWarp = 0xFFFFFFFFU;
+
+enum class RowOp { kCopy, kNorm, kActivate, kGate };
+
+template <class T>
+struct alignas(sizeof(T) * kPack) Pack {
+  T values[kPack];
+};
+
+template <class T>
+__device__ inline T from_float(float t) {
+  T out[1];
+  const float in[1] = {t};
+  round_to<T>(in, 0, 0.0F, out);
+  return out[0];
+}
+
+__device__ inline float tree_sum(const float (&v)[kPack]) {
+  const auto plus = [](float a, float b) { return __fadd_rn(a, b); };
+  return plus(plus(plus(v[0], v[1]), plus(v[2], v[3])), plus(plus(v[4], v[5]), plus(v[6], v[7])));
+}
+
+__device__ inline float warp_sum(float value) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) value = __fadd_rn(value, __shfl_xor_sync(kWarp, value, offset));
+  return value;
+}
+
+// kThreads threads hold a row: pack `thread + i * kThreads` in packs[i]. kPacks 0: nothing is held, `load` is asked
+// again.
+template <class T, int kThreads, int kPacks>
+struct Row {
+  Pack<T> packs[kPacks == 0 ? 1 : kPacks];
+  int thread, count;  // count: packs of the row
+
+  template <class Load>
+  __device__ void fill(Load load) {
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const int index = thread + i * kThreads;
+      if (index < count) packs[i] = load(index);
+    }
+  }
+
+  // f(pack, index) for every pack of this thread.
+  template <class Load, class F>
+  __device__ void for_each(Load load, F f) {
+    if constexpr (kPacks == 0) {
+      for (int index = thread; index < count; index += kThreads) {
+        Pack<T> pack = load(index);
+        f(pack, index);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        const int index = thread + i * kThreads;
+        if (index < count) f(packs[i], index);
+      }
+    }
+  }
+
+  // The sum over the row of term(value, column), in the order above; the same in every thread.
+  template <class Load, class Term>
+  __device__ float sum(Load load, Term term) {
+    __shared__ float of_group[kMaxGroups];
+    const int lane = thread % 32;
+    const int groups = (count + 31) / 32;
+    const int rounds = kPacks == 0 ? (count + kThreads - 1) / kThreads : kPacks;
+    float mine = 0.0F;
+#pragma unroll
+    for (int i = 0; i < rounds; ++i) {
+      const int index = thread + i * kThreads;
+      float terms[kPack] = {};
+      if (index < count) {
+        const Pack<T> pack = kPacks == 0 ? load(index) : packs[kPacks == 0 ? 0 : i];
+#pragma unroll
+        for (int j = 0; j < kPack; ++j) terms[j] = term(to_float(pack.values[j]), index * kPack + j);
+      }
+      const float group = warp_sum(tree_sum(terms));
+      if constexpr (kThreads == 32) {
+        if (lane == i) mine = __fadd_rn(mine, group);
+      } else if (lane == 0 && index < count) {
+        of_group[index / 32] = group;
+      }
+    }
+    if constexpr (kThreads > 32) {
+      __syncthreads();
+      for (int i = lane; i < groups; i += 32) mine = __fadd_rn(mine, of_group[i]);
+      __syncthreads();  // before the next sum writes
+    }
+    return warp_sum(mine);
+  }
+};
+
+// The largest of non-negative floats, or NaN if there is one: as integers they keep their order, and NaN is above all.
+template <int kThreads>
+__device__ inline float row_max(float value) {
+  uint32_t bits = __reduce_max_sync(kWarp, __float_as_uint(value));
+  if constexpr (kThreads > 32) {
+    __shared__ uint32_t of_warp[kThreads / 32];
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = bits;
+    __syncthreads();
+    bits = of_warp[0];
+#pragma unroll
+    for (int i = 1; i < kThreads / 32; ++i) bits = max(bits, of_warp[i]);
+  }
+  return __uint_as_float(bits);
+}
+
+// A zero row gets scale 1, so that nobody divides by zero later.
+__device__ inline float scale_of(float amax) { return amax == 0.0F ? 1.0F : __fdiv_rn(amax, 127.0F); }
+
+// What a row is read from: x, and with it the residual or, gated, the other half of the row.
+template <class T, RowOp kOp, bool kWide>
+struct Source {
+  const RowPassArgs& args;
+  const T* x;
+  const T* residual;  // or nullptr
+  int cols;
+
+  __device__ Source(const RowPassArgs& args, int64_t row)
+      : args(args),
+        x(static_cast<const T*>(args.x) + row * args.ldx),
+        residual(args.residual == nullptr ? nullptr : static_cast<const T*>(args.residual) + row * args.residual_ld),
+        cols(static_cast<int>(args.cols)) {}
+
+  __device__ Pack<T> read(const T* from, int index) const {
+    if constexpr (kWide) {
+      return *reinterpret_cast<const Pack<T>*>(from + index * kPack);
+    } else {
+      Pack<T> pack;
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) {
+        const int col = index * kPack + j;
+        pack.values[j] = col < cols ? from[col] : from_float<T>(0.0F);
+      }
+      return pack;
+    }
+  }
+
+  __device__ Pack<T> operator()(int index) const {
+    Pack<T> pack = read(x, index);
+    if constexpr (kOp == RowOp::kNorm) {
+      if (residual != nullptr) {
+        const Pack<T> other = read(residual, index);
+#pragma unroll
+        for (int j = 0; j < kPack; ++j) {
+          pack.values[j] = from_float<T>(__fadd_rn(to_float(pack.values[j]), to_float(other.values[j])));
+        }
+      }
+    } else if constexpr (kOp == RowOp::kGate) {
+      const Pack<T> up = read(x + cols, index);
+      activate_pack(pack);
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) {
+        pack.values[j] = from_float<T>(__fmul_rn(to_float(pack.values[j]), to_float(up.values[j])));
+      }
+    } else if constexpr (kOp == RowOp::kActivate) {
+      activate_pack(pack);
+    }
+    return pack;
+  }
+
+  __device__ void activate_pack(Pack<T>& pack) const {
+    float t[kPack];
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) t[j] = to_float(pack.values[j]);
+    activate_by<std::is_same_v<T, float>>(args.activation, t);
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) pack.values[j] = from_float<T>(t[j]);
+  }
+};
+
+// weight[col] or bias[col] for a pack, in fp32.
+template <class T, bool kWide>
+__device__ inline void load_affine(const void* data, DType type, int index, int cols, float (&values)[kPack]) {
+  const auto load = [&](auto* typed) {
+    using E = std::remove_const_t<std::remove_pointer_t<decltype(typed)>>;
+    if constexpr (kWide) {
+      const Pack<E> pack = *reinterpret_cast<const Pack<E>*>(typed + index * kPack);
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) values[j] = to_float(pack.values[j]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) values[j] = to_float(typed[min(index * kPack + j, cols - 1)]);
+    }
+  };
+  if (!std::is_same_v<T, float> && type == DType::kFloat32) {
+    load(static_cast<const float*>(data));
+  } else {
+    load(static_cast<const T*>(data));
+  }
+}
+
+// (h - mean) * inverse * weight + bias, each step rounded once, and the result to T.
+template <class T, bool kWide>
+struct Normalise {
+  const RowPassArgs& args;
+  float mean, inverse;
+
+  __device__ Pack<T> operator()(Pack<T> pack, int index) const {
+    const int cols = static_cast<int>(args.cols);
+    float t[kPack];
+    float factor[kPack];
+    const bool layer = args.norm == Norm::kLayer;
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) {
+      t[j] = to_float(pack.values[j]);
+      if (layer) t[j] = __fsub_rn(t[j], mean);
+      t[j] = __fmul_rn(t[j], inverse);
+    }
+    if (args.weight != nullptr) {
+      load_affine<T, kWide>(args.weight, args.affine_type, index, cols, factor);
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) t[j] = __fmul_rn(t[j], factor[j]);
+    }
+    if (args.bias != nullptr) {
+      load_affine<T, kWide>(args.bias, args.affine_type, index, cols, factor);
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) t[j] = __fadd_rn(t[j], factor[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) pack.values[j] = from_float<T>(t[j]);
+    return pack;
+  }
+};
+
+// 1 / sqrt(mean of squares + eps) through double: rounded once to fp32, the same on every device.
+__device__ inline float inverse_root(float sum, int cols, float eps) {
+  const float mean = __fadd_rn(__fdiv_rn(sum, static_cast<float>(cols)), eps);
+  return static_cast<float>(__ddiv_rn(1.0, __dsqrt_rn(static_cast<double>(mean))));
+}
+
+template <class T, bool kWide, class RowType, class Load>
+__device__ Normalise<T, kWide> statistics(const RowPassArgs& args, RowType& row, Load load) {
+  const int cols = static_cast<int>(args.cols);
+  float mean = 0.0F;
+  if (args.norm == Norm::kLayer) {
+    mean = __fdiv_rn(row.sum(load, [](float v, int) { return v; }), static_cast<float>(cols));
+  }
+  const float sum = row.sum(load, [&](float v, int col) {
+    const float d = __fsub_rn(v, mean);
+    return kWide || col < cols ? __fmul_rn(d, d) : 0.0F;
+  });
+  return {args, mean, inverse_root(sum, cols, args.eps)};
+}
+
+template <bool kWide, class T>
+__device__ inline void store(T* row, int index, int cols, const Pack<T>& pack) {
+  if constexpr (kWide) {
+    *reinterpret_cast<Pack<T>*>(row + index * kPack) = pack;
+  } else {
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) {
+      if (index * kPack + j < cols) row[index * kPack + j] = pack.values[j];
+    }
+  }
+}
+
+// each(f) hands every finished pack of this thread to f.
+template <class T, int kThreads, bool kWide, class Each>
+__device__ void write(const RowPassArgs& args, int64_t row, int thread, Each each) {
+  const int cols = static_cast<int>(args.cols);
+  if (args.y != nullptr) {
+    T* y = static_cast<T*>(args.y) + row * args.cols;
+    return each([&](const Pack<T>& pack, int index) { store<kWide>(y, index, cols, pack); });
+  }
+  float r = 0.0F;
+  if (args.scales != nullptr) {
+    float amax = 0.0F;
+    each([&](const Pack<T>& pack, int) {
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) {
+        const float v = fabsf(to_float(pack.values[j]));
+        amax = v > amax || v != v ? v : amax;
+      }
+    });
+    const float scale = scale_of(row_max<kThreads>(amax));
+    if (thread == 0) args.scales[row] = scale;
+    r = reciprocal(scale);
+  } else {
+    r = reciprocal(scale_at(args.scale, 0));
+  }
+  int8_t* q = args.q + row * args.cols;
+  each([&](const Pack<T>& pack, int index) {
+    Pack<int8_t> out;
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) out.values[j] = requantize(to_float(pack.values[j]), r, -127);
+    store<kWide>(q, index, cols, out);
+  });
+}
+
+template <int kThreads>
+constexpr int kBlockOf = kThreads == 32 ? 128 : kThreads;
+
+// kPacks 0 takes rows of any length and alignment.
+template <class T, RowOp kOp, int kThreads, int kPacks>
+__global__ void __launch_bounds__(kBlockOf<kThreads>) row_pass_kernel(const RowPassArgs args) {
+  constexpr bool kWide = kPacks > 0;
+  const int64_t row_index = static_cast<int64_t>(blockIdx.x) * (kBlockOf<kThreads> / kThreads) + threadIdx.x / kThreads;
+  wait_for_earlier_kernels();
+  let_later_kernels_start();
+  if (row_index >= args.rows) return;  // whole warps: where more of them share a row, a block is one row
+  const Source<T, kOp, kWide> load(args, row_index);
+  Row<T, kThreads, kPacks> row;
+  row.thread = static_cast<int>(threadIdx.x) % kThreads;
+  row.count = static_cast<int>((args.cols + kPack - 1) / kPack);
+  row.fill(load);
+  if constexpr (kOp != RowOp::kNorm) {
+    write<T, kThreads, kWide>(args, row_index, row.thread, [&](auto f) { row.for_each(load, f); });
+  } else {
+    if (args.sum != nullptr) {
+      T* sum = static_cast<T*>(args.sum) + row_index * args.cols;
+      row.for_each(load, [&](const Pack<T>& pack, int i) { store<kWide>(sum, i, static_cast<int>(args.cols), pack); });
+    }
+    const Normalise<T, kWide> normalise = statistics<T, kWide>(args, row, load);
+    if constexpr (kWide) row.for_each(load, [&](Pack<T>& pack, int i) { pack = normalise(pack, i); });
+    write<T, kThreads, kWide>(args, row_index, row.thread, [&](auto f) {
+      row.for_each(load, [&](const Pack<T>& pack, int i) {
+        if constexpr (kWide) {
+          f(pack, i);
+        } else {
+          f(normalise(pack, i), i);
+        }
+      });
+    });
+  }
+}
+
+}  // namespace octofuse::rows

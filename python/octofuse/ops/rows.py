@@ -1,0 +1,176 @@
+"""Norms and activations that hand their result over as int8: one read, one write, no fp16 detour.
+
+Every `*_quantize` function gives the bits of its parts: the plain function of this module, whose result is rounded to x's
+dtype, and `quantize_per_token` (or, with `scale`, `quantize_per_tensor`) behind it. Sums have a fixed order that depends
+on the length of a row alone (`testing.reference.row_sum`), so batch, stride and device do not change a bit of a norm;
+activations agree within 1 ulp between devices.
+
+x is fp16, bf16 or fp32 `[..., K]`, dense in K; weight and bias are `[K]` in x's dtype or fp32. Bad arguments raise
+TypeError or ValueError naming the argument. With `scale` (one fp32 element or a float above 0) that scale is used and
+returned; else every row gets its own: `[M, 1]`, M being the product of the leading dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octofuse import _C
+from octofuse.ops._guard import as_tensor, goes_direct, refuse_gradients
+from octofuse.testing import reference
+
+Scale = Tensor | float
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in fp32 -> x's dtype."""
+    return _call("layer_norm", x, None, weight, bias, eps)[0]
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(mean of squares + eps) * weight over the last dimension, in fp32 -> x's dtype."""
+    return _call("rms_norm", x, None, weight, None, eps)[0]
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """h = x + residual, rounded to their dtype -> layer_norm(h), h."""
+    y, h = _call("layer_norm", x, residual, weight, bias, eps)
+    return y, h
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """h = x + residual, rounded to their dtype -> rms_norm(h), h."""
+    y, h = _call("rms_norm", x, residual, weight, None, eps)
+    return y, h
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """ "relu", "gelu" (erf), "gelu_tanh" or "silu" of x -> x's dtype."""
+    return _call("activation", x, activation=activation)[0]
+
+
+def gated_activation(x: Tensor, activation: str = "silu") -> Tensor:
+    """x `[..., 2K]`, gates first -> activate(gates) * the rest, `[..., K]`, each step rounded to x's dtype."""
+    return _call("gated_activation", x, activation=activation)[0]
+
+
+def layer_norm_quantize(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    scale: Scale | None = None,
+) -> tuple[Tensor, Scale]:
+    """`layer_norm`, quantised -> int8 like x, and its scale."""
+    q, used = _quantized("layer_norm", x, None, weight, bias, eps, scale=scale)
+    return q, used
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, scale: Scale | None = None
+) -> tuple[Tensor, Scale]:
+    """`rms_norm`, quantised -> int8 like x, and its scale."""
+    q, used = _quantized("rms_norm", x, None, weight, None, eps, scale=scale)
+    return q, used
+
+
+def add_layer_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    scale: Scale | None = None,
+) -> tuple[Tensor, Scale, Tensor]:
+    """`add_layer_norm`, quantised -> int8 like x, its scale, and h."""
+    q, used, h = _quantized("layer_norm", x, residual, weight, bias, eps, scale=scale)
+    return q, used, h
+
+
+def add_rms_norm_quantize(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, scale: Scale | None = None
+) -> tuple[Tensor, Scale, Tensor]:
+    """`add_rms_norm`, quantised -> int8 like x, its scale, and h."""
+    q, used, h = _quantized("rms_norm", x, residual, weight, None, eps, scale=scale)
+    return q, used, h
+
+
+def activate_quantize(x: Tensor, activation: str, *, scale: Scale | None = None) -> tuple[Tensor, Scale]:
+    """`activate`, quantised -> int8 like x, and its scale."""
+    q, used = _quantized("activation", x, activation=activation, scale=scale)
+    return q, used
+
+
+def gated_activation_quantize(
+    x: Tensor, activation: str = "silu", *, scale: Scale | None = None
+) -> tuple[Tensor, Scale]:
+    """`gated_activation` (SiLU-and-multiply by default), quantised -> int8 `[..., K]`, and its scale."""
+    q, used = _quantized("gated_activation", x, activation=activation, scale=scale)
+    return q, used
+
+
+def _quantized(*arguments: Any, scale: Scale | None, **named: Any) -> Any:
+    results = _call(*arguments, quantize=True, scale=scale, **named)
+    return results if scale is None else (results[0], scale, *results[1:])
+
+
+def _call(
+    op: str,
+    x: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 0.0,
+    *,
+    activation: str | None = None,
+    quantize: bool = False,
+    scale: Scale | None = None,
+) -> list[Tensor]:
+    if goes_direct(x, residual, weight, bias, scale):
+        return _rows(x, op, residual, weight, bias, eps, activation, quantize, scale)
+    refuse_gradients(op, x=x, residual=residual, weight=weight, bias=bias, scale=scale)
+    if scale is not None:
+        scale = as_tensor("scale", scale, x)
+    results: list[Tensor] = torch.ops.octofuse.rows(x, op, residual, weight, bias, eps, activation, quantize, scale)
+    return results
+
+
+def _rows(
+    x: Tensor,
+    op: str,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str | None,
+    quantize: bool,
+    scale: Scale | None,
+) -> list[Tensor]:
+    refuse_gradients(op, x=x, residual=residual, weight=weight, bias=bias, scale=scale)
+    results = _C.rows(x, op, residual, weight, bias, eps, activation, quantize, scale)
+    if results is not None:
+        return results
+    h = None if residual is None else x + residual
+    if op in ("layer_norm", "rms_norm"):
+        y = reference.norm(x if h is None else h, weight, bias, eps, center=op == "layer_norm")
+    elif op == "activation":
+        y = reference.activate(x.float(), activation).to(x.dtype)
+    else:
+        gates, rest = x.chunk(2, dim=-1)
+        y = reference.activate(gates.float(), activation).to(x.dtype) * rest
+    tail = [] if h is None else [h]
+    if not quantize:
+        return [y, *tail]
+    if scale is None:
+        return [*reference.quantize_per_token(y), *tail]
+    return [reference.quantize(y, scale), *tail]
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {"rows": _rows}

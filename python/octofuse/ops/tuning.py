@@ -1,0 +1,267 @@
+"""Measuring kernels on the user's GPU, and the file that remembers what was fastest.
+
+`tune` times every kernel that could win a shape and tells `select()`. The results go to one JSON file under
+`cache_path()`, keyed by GPU, driver and library versions; the first call on a device reads it. A file that cannot be read
+or written costs one warning: the table that ships serves instead. OCTOFUSE_TUNING=0 ignores the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octofuse import _C
+from octofuse.ops import gemm
+from octofuse.ops._guard import dtype_name
+from octofuse.testing.timing import device_time, overlap
+
+FORMAT = 1
+WORTH_TIMING = 2.0  # times the lowest estimate
+AT_LEAST = 6  # kernels, however far their estimates
+
+Shape = tuple[int, int, int]
+_tuned: dict[int, dict[str, str]] = {}  # device -> "M,N,K,dtype" -> kernel
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One shape: what select() ran before, what it runs now, and the microseconds of both."""
+
+    shape: Shape
+    before: str
+    before_us: float
+    kernel: str
+    us: float
+
+
+def cache_path() -> Path:
+    """OCTOFUSE_CACHE_DIR, or octofuse/ in XDG_CACHE_HOME or ~/.cache; then tuning.json."""
+    given = os.environ.get("OCTOFUSE_CACHE_DIR")
+    if given:
+        return Path(given) / "tuning.json"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octofuse" / "tuning.json"
+
+
+def device_key(device: int) -> str:
+    """What a measurement depends on beside its shape."""
+    import octofuse
+
+    info = _C.device_info(device)
+    build = _C.build_info()
+    parts = (
+        torch.cuda.get_device_name(device),
+        f"sm_{info['compute_capability']}",
+        f"{info['sm_count']} SMs",
+        f"driver {_driver_version()}",
+        f"octofuse {octofuse.__version__}",
+        f"CUDA {build['cuda_version']}",
+        f"cuBLASLt {_C.cublaslt_info()['version']}",
+    )
+    return "; ".join(parts)
+
+
+def _driver_version() -> str:
+    with contextlib.suppress(OSError):
+        found = re.search(r"Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", Path("/proc/driver/nvidia/version").read_text())
+        if found:
+            return found[1]
+    return "unknown"
+
+
+def load(device: int) -> int:
+    """Reads the file and tells select(); returns how many shapes it holds for this device. Never raises for a bad file."""
+    _tuned.setdefault(device, {})
+    if os.environ.get("OCTOFUSE_TUNING") == "0":
+        return 0
+    with _degrading("could not be read"):
+        entries = _read(cache_path()).get(device_key(device), {})
+        _tuned[device] = {shape: str(entry["kernel"]) for shape, entry in entries.items()}
+        _tell(device)
+        for shape, entry in entries.items():
+            if "algorithm" in entry:
+                m, n, k, out = _parse(shape)
+                _C.prefer_cublaslt(m, n, k, out == "int8", int(entry["algorithm"]), device)
+        return len(_tuned[device])
+    return 0
+
+
+def entries(device: int) -> list[tuple[int, int, int, str, str]]:
+    """(M, N, K, output dtype, kernel) of every tuned shape of a device."""
+    if device not in _tuned:
+        load(device)
+    return [(*_parse(shape), kernel) for shape, kernel in _tuned[device].items()]
+
+
+def tune(
+    shapes: Iterable[Shape],
+    *,
+    device: torch.device | str | int | None = None,
+    out_dtype: torch.dtype = torch.float16,
+    save: bool = True,
+    on_shape: Callable[[Tuned], None] | None = None,
+) -> list[Tuned]:
+    """Times the kernels that could win each (M, N, K) and uses the fastest from now on.
+
+    Args:
+        shapes: (M, N, K), each at least 1.
+        device: a CUDA device; default: the current one.
+        out_dtype: fp16, bf16, fp32 or int8 outputs of the fused linears, or int32: the raw product, where cuBLASLt's
+            algorithms are timed as well.
+        save: also write the results to `cache_path()`.
+        on_shape: called after each shape.
+
+    Raises ValueError for a shape below 1 or another dtype, RuntimeError without a GPU or during graph capture.
+    """
+    name = dtype_name(out_dtype)
+    if name not in ("float16", "bfloat16", "float32", "int8", "int32"):
+        raise ValueError(f"out_dtype: expected float16, bfloat16, float32, int8 or int32, got {name}")
+    wanted = [tuple(shape) for shape in shapes]
+    for shape in wanted:
+        if len(shape) != 3 or not all(isinstance(v, int) and v >= 1 for v in shape):
+            raise ValueError(f"shapes: expected (M, N, K) of integers of at least 1, got {shape}")
+    if not torch.cuda.is_available() or not _C.build_info()["cuda"]:
+        raise RuntimeError("tune: needs a CUDA device and an octofuse built with CUDA")
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("tune: the stream is being captured; tune before the capture")
+    chosen = torch.device("cuda" if device is None else device if not isinstance(device, int) else f"cuda:{device}")
+    if chosen.type != "cuda":
+        raise ValueError(f"device: expected a CUDA device, got {chosen}")
+    index = torch.cuda.current_device() if chosen.index is None else chosen.index
+    results = []
+    entries(index)  # what the file holds stays known beside what is new
+    with torch.cuda.device(index), overlap(False):
+        for m, n, k in wanted:
+            found, entry = _tune_one(m, n, k, name, index)
+            _tuned[index][f"{m},{n},{k},{name}"] = found.kernel
+            _tell(index)
+            if save:
+                with _degrading("could not be written"):
+                    _write(cache_path(), device_key(index), {f"{m},{n},{k},{name}": entry})
+            results.append(found)
+            if on_shape is not None:
+                on_shape(found)
+    return results
+
+
+def _tune_one(m: int, n: int, k: int, out: str, device: int) -> tuple[Tuned, dict[str, Any]]:
+    from octofuse.ops.explain import explain, tune_cublaslt
+
+    dtype = getattr(torch, out)
+    sets = _operands(m, n, k)
+    entry: dict[str, Any] = {}
+    if out == "int32" and n % 4 == 0:
+        times = tune_cublaslt(sets[0][0], sets[0][1])
+        entry["algorithm"] = min(times, key=lambda index: times[index])
+
+    def time_of(engine: str) -> float:
+        return device_time([functools.partial(_call, s, dtype, engine) for s in sets], repeats=7)
+
+    before = explain(sets[0][0], sets[0][1], out_dtype=dtype).chosen
+    before_us = time_of(before)
+    best, best_us = before, before_us
+    for name in _worth_timing(m, n, k, out, device):
+        if name != before and (us := time_of(name)) < best_us:
+            best, best_us = name, us
+    entry |= {"kernel": best, "us": round(best_us, 3)}
+    return Tuned((m, n, k), before, before_us, best, best_us), entry
+
+
+def _worth_timing(m: int, n: int, k: int, out: str, device: int) -> list[str]:
+    estimates = sorted(_C.estimates(m, n, k, out, out == "int32", device), key=lambda pair: pair[1])
+    real = [(name, us) for name, us in estimates if us < 1e6]
+    near = [name for i, (name, us) in enumerate(real) if i < AT_LEAST or us <= WORTH_TIMING * real[0][1]]
+    return near + [name for name, us in estimates if out == "int32" and name == "cublaslt"]
+
+
+def _operands(m: int, n: int, k: int) -> list[tuple[Tensor, ...]]:
+    """Sets of operands that together exceed the L2 cache twice: weights then come from memory, as in a model."""
+    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    count = max(2, min(64, -(-2 * cache // (n * k + m * k))))
+    made: list[tuple[Tensor, ...]] = []
+    for _ in range(count):
+        x = torch.randint(-128, 128, (m, k), dtype=torch.int8, device="cuda")
+        w = torch.randint(-128, 128, (n, k), dtype=torch.int8, device="cuda")
+        made.append((x, w, torch.rand(m, 1, device="cuda"), torch.rand(n, device="cuda"), torch.rand(n, device="cuda")))
+    return made
+
+
+def _call(s: tuple[Tensor, ...], dtype: torch.dtype, engine: str) -> Tensor:
+    if dtype == torch.int32:
+        return gemm.i8i32_matmul(s[0], s[1], engine=engine)
+    if dtype == torch.int8:
+        return gemm.i8i8_linear(*s, out_scale=1.0, engine=engine)
+    return gemm.i8f16_linear(*s, out_dtype=dtype, engine=engine)
+
+
+def _tell(device: int) -> None:
+    _C.set_tuned(device, entries(device))
+
+
+def _parse(shape: str) -> tuple[int, int, int, str]:
+    m, n, k, out = shape.split(",")
+    return int(m), int(n), int(k), out
+
+
+_warned = False
+
+
+@contextlib.contextmanager
+def _degrading(what: str) -> Iterator[None]:
+    """The cache is a convenience: whatever is wrong with the file, calls go on, after one warning a process."""
+    global _warned
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if not _warned:
+            _warned = True
+            warnings.warn(
+                f"octofuse: {cache_path()} {what} ({error}); the table that ships is used", RuntimeWarning, stacklevel=3
+            )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The devices of the file; nothing if there is none or it has another format. ValueError if it is not JSON."""
+    if not path.exists():
+        return {}
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if record["format"] != FORMAT:
+        return {}
+    devices: dict[str, Any] = record["devices"]
+    return devices
+
+
+def _write(path: Path, key: str, new: dict[str, Any]) -> None:
+    """Adds to the file: under a lock, so that two processes lose nothing, and by rename, so that none reads half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / (path.name + ".lock")).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            devices = _read(path)
+        except (ValueError, KeyError, TypeError):
+            devices = {}  # it was corrupt: what is measured now replaces it
+        devices.setdefault(key, {}).update(new)
+        text = json.dumps({"format": FORMAT, "devices": devices}, indent=1, sort_keys=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
