@@ -238,7 +238,9 @@ GemmProblem problem_of(int64_t m, int64_t n, int64_t k, const std::string& out_d
 using TunedEntry = std::tuple<int64_t, int64_t, int64_t, std::string, std::string>;
 
 TunedTable table_of(const std::vector<TunedEntry>& entries) {
+  static uint64_t tables = 0;  // under the GIL
   TunedTable table;
+  table.id = ++tables;
   for (const auto& [m, n, k, out, name] : entries) {
     for (const Candidate& candidate : candidates()) {
       if (candidate.name == name)

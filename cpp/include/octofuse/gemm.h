@@ -56,6 +56,7 @@ struct TunedShape {
 };
 struct TunedTable {
   std::vector<TunedShape> shapes;
+  uint64_t id = 0;  // no two tables of a process have the same
 };
 
 // Replaces what select() knows of shapes measured on a device. Not while another thread is in a call.

@@ -48,7 +48,7 @@ Capability& known_capability(int device) {
 const Capability& device_capability(int device) { return known_capability(device); }
 
 void set_tuned(int device, TunedTable table) {
-  // Kept for ever: a thread's remembered choices are compared by this address.
+  // Kept for ever: another thread may be reading the table before.
   known_capability(device).tuned = new TunedTable(std::move(table));
 }
 
