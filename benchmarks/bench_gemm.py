@@ -7,6 +7,7 @@ ends (programmatic dependent launch) and the weight is promised to be constant.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ LARGE = (
 )  # fmt: skip
 SMALL = tuple((m, n, k) for n, k in ((768, 768), (2304, 768), (768, 3072), (4096, 4096), (8192, 8192), (12288, 12288))
               for m in (1, 4, 16, 64, 128))  # fmt: skip
+COMPILED = (*LARGE[:4], (4096, 4096, 4096))  # a compilation takes seconds a shape
 CURVES = ((4096, 4096), (2304, 768), (768, 3072))
 PEER = "cutlass_sm90/128x128x128_pingpong_2x1"  # the configuration of the int8 peer that is fastest on this chip
 L2_BYTES = 128 << 20  # twice the largest L2 that we know
@@ -44,6 +46,55 @@ def int_mm(s: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return (torch._int_mm(x, w.t()).float() * w_scale * x_scale + bias).half()
 
 
+def dynamic_peers(sets: list[tuple[torch.Tensor, ...]]) -> dict[str, float]:
+    """int8 linears of other libraries, where they are installed: fp16 in, fp16 out, quantisation included."""
+    halves = [(x.half(), w.half(), bias) for x, w, _, _, bias in sets[: max(2, len(sets) // 2)]]
+    row = {}
+    for name, convert in (
+        ("torchao", torchao_linear),
+        ("gemlite", gemlite_linear),
+        ("bitsandbytes", bitsandbytes_linear),
+    ):
+        if importlib.util.find_spec(name) is None:
+            continue
+        try:
+            layers = [convert(w, bias) for _, w, bias in halves]
+            row[f"{name} int8"] = device_time(
+                [lambda x=x, f=f: f(x) for (x, _, _), f in zip(halves, layers, strict=True)]
+            )
+        except Exception as error:  # a peer that cannot run this shape is no reason to stop
+            print(f"{name}: {type(error).__name__}: {error}")
+    return row
+
+
+def float_linear(w: torch.Tensor, bias: torch.Tensor) -> torch.nn.Linear:
+    layer = torch.nn.Linear(w.shape[1], w.shape[0], device=w.device, dtype=w.dtype)
+    layer.weight.data, layer.bias.data = w, bias
+    return layer.requires_grad_(False)
+
+
+def torchao_linear(w: torch.Tensor, bias: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    model = torch.nn.Sequential(float_linear(w, bias))
+    quantize_(model, Int8DynamicActivationInt8WeightConfig())
+    return torch.compile(model)
+
+
+def gemlite_linear(w: torch.Tensor, bias: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    from gemlite.helper import A8W8_int8_dynamic
+
+    return A8W8_int8_dynamic(device=str(w.device)).from_linear(float_linear(w, bias))
+
+
+def bitsandbytes_linear(w: torch.Tensor, bias: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    import bitsandbytes
+
+    layer = bitsandbytes.nn.Linear8bitLt(w.shape[1], w.shape[0], has_fp16_weights=False, threshold=0.0)
+    layer.load_state_dict({"weight": w.cpu(), "bias": bias.cpu()})
+    return layer.to(w.device)
+
+
 def peers(sets: list[tuple[torch.Tensor, ...]], m: int) -> dict[str, float]:
     halves = [(x.half(), w.half(), bias) for x, w, _, _, bias in sets[: max(2, len(sets) // 2)]]
     row = {"fp16 F.linear": device_time([lambda s=s: linear(*s) for s in halves])}
@@ -55,6 +106,7 @@ def peers(sets: list[tuple[torch.Tensor, ...]], m: int) -> dict[str, float]:
     if m > 16:  # torch refuses fewer rows
         row["torch._int_mm"] = device_time([lambda s=s: torch._int_mm(s[0], s[1].t()) for s in sets])
         row["_int_mm + eager dequantise"] = device_time([lambda s=s: int_mm(s) for s in sets])
+    octofuse.tune_cublaslt(sets[0][0], sets[0][1])  # the best of its algorithms, not its first guess
     row["cublaslt int32 (raw)"] = device_time(
         [lambda s=s: octofuse.i8i32_matmul(s[0], s[1], engine="cublaslt") for s in sets]
     )
@@ -71,7 +123,7 @@ def run(smoke: bool) -> dict[str, Any]:
     rows = []
     for m, n, k in (*LARGE[:1], *SMALL[:1]) if smoke else (*LARGE, *SMALL):
         sets = operand_sets(m, n, k)
-        row: dict[str, Any] = {"M": m, "N": n, "K": k, **peers(sets, m)}
+        row: dict[str, Any] = {"M": m, "N": n, "K": k, **peers(sets, m), **dynamic_peers(sets)}
         row["octofuse alone"] = times_of([lambda s=s: octofuse.i8f16_linear(*s) for s in sets])
         row["octofuse chained"] = device_time(
             [lambda s=s: octofuse.i8f16_linear(*s, constant_weight=True) for s in sets]
@@ -80,6 +132,9 @@ def run(smoke: bool) -> dict[str, Any]:
             [lambda s=s: octofuse.i8i8_linear(*s, out_scale=0.05, activation="gelu_tanh") for s in sets]
         )
         row["quantise + linear"] = with_quantisation(sets)
+        if (m, n, k) in COMPILED:
+            compiled = torch.compile(int_mm, dynamic=False)
+            row["_int_mm + dequantise, torch.compile"] = device_time([lambda s=s, f=compiled: f(s) for s in sets])
         row["kernel"] = octofuse.explain(sets[0][0], sets[0][1]).chosen
         row["TOPS"] = 2 * m * n * k / row["octofuse alone"] / 1e6
         row["GB/s"] = (n * k + m * k + 2 * m * n) / row["octofuse alone"] / 1e3

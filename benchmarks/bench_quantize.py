@@ -27,5 +27,15 @@ def run(smoke: bool) -> dict[str, Any]:
         row["dequantize"] = device_time([lambda q=q, s=scales: octofuse.dequantize(q, s)] * 4)
         copy_rate = 4 * m * k / row["copy fp16"]
         row["per token, share of copy bandwidth"] = moved / row["per token"] / copy_rate
+        weight = torch.ones(k, device="cuda").half()
+        fused = {
+            "layer norm + quantise": lambda x, w=weight: octofuse.layer_norm_quantize(x, w, w),
+            "rms norm + quantise": lambda x, w=weight: octofuse.rms_norm_quantize(x, w),
+            "add + layer norm + quantise": lambda x, w=weight: octofuse.add_layer_norm_quantize(x, x, w, w),
+            "gelu_tanh + quantise": lambda x: octofuse.activate_quantize(x, "gelu_tanh"),
+            "torch layer norm": lambda x, w=weight, k=k: torch.nn.functional.layer_norm(x, (k,), w, w),
+        }
+        for name, call in fused.items():
+            row[name] = device_time([lambda x=x, f=call: f(x) for x in inputs])
         rows.append(row)
     return {"unit": "us", "rows": rows}

@@ -28,7 +28,7 @@ def worth_timing(name: str, m: int) -> bool:
     if found[1] == "skinny":
         return tokens < 2 * m + 16
     if name.find("_swapped") > 0:
-        return m <= 512 and min(m, 256) / 2 <= tokens < 2 * m + 16
+        return m <= 512 and m / 8 <= tokens < 2 * m + 16
     return m >= 48
 
 

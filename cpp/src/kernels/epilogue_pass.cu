@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kBlock = 256;  // threads
 constexpr int kSize = 8;     // columns of a thread
-constexpr int kRows = 2;     // that a thread reads before it computes
+constexpr int kRows = 2;     // that a thread reads before it computes: acc[0] is finished, then the other
 constexpr int64_t kMaxBlocks = 65535;
 
 template <class Q>
@@ -34,8 +34,47 @@ __device__ void load(const DequantizeArgs& args, int64_t row, int col, bool wide
   for (int j = 0; j < kSize; ++j) acc[j] = col + j < args.cols ? source[j] : 0;
 }
 
+template <class Out>
+__device__ void round_and_store(const DequantizeArgs& args, int64_t row, const Coordinates<kSize>& at, bool wide,
+                                float r, const float (&t)[kSize]) {
+  Out values[kSize];
+  round_to(t, args.epilogue.clamp_low, r, values);
+  Out* out = static_cast<Out*>(args.out) + row * args.ldo + at.n[0];
+  if (wide) {
+    store_piece<true>(out, at, values);
+  } else {
+    store_piece<false>(out, at, values);
+  }
+}
+
+// The formula on 8 columns of a row; the output's type is a switch at the end.
+__device__ void finish(const DequantizeArgs& args, int64_t row, const Coordinates<kSize>& at,
+                       const Operands<kSize>& operands, bool wide, float r, int32_t (&acc)[kSize]) {
+  const EpilogueArgs& e = args.epilogue;
+  float t[kSize];
+  if (e.w_sum != nullptr) subtract_zero_points(operands, acc);
+  dequantize(acc, operands, t);
+  if (e.bias != nullptr) add(operands.bias, t);
+  if (args.out_type == DType::kFloat32) {
+    activate_by<true>(e.activation, t);
+  } else {
+    activate_by<false>(e.activation, t);
+  }
+  if (e.residual != nullptr) add(operands.residual, t);
+  switch (args.out_type) {
+    case DType::kInt8:
+      return round_and_store<int8_t>(args, row, at, wide, r, t);
+    case DType::kFloat16:
+      return round_and_store<__half>(args, row, at, wide, r, t);
+    case DType::kBFloat16:
+      return round_and_store<__nv_bfloat16>(args, row, at, wide, r, t);
+    default:
+      return round_and_store<float>(args, row, at, wide, r, t);
+  }
+}
+
 // What depends on the column alone is read once; a thread keeps its 8 columns and goes down the rows.
-template <class Q, class Out>
+template <class Q>
 __global__ void __launch_bounds__(kBlock) epilogue_kernel(const DequantizeArgs args, bool wide_in, bool wide_out) {
   const int col = static_cast<int>(blockIdx.x * kBlock + threadIdx.x) * kSize;
   if (col >= args.cols) return;
@@ -50,41 +89,21 @@ __global__ void __launch_bounds__(kBlock) epilogue_kernel(const DequantizeArgs a
   }
   Operands<kSize> operands;
   load_channel_operands(at, e, operands);
+  const float r = args.out_type == DType::kInt8 ? reciprocal(scale_at(e.out_scale, 0)) : 0.0F;
   const int step = kRows * static_cast<int>(gridDim.y);
   for (int64_t first = kRows * blockIdx.y; first < args.rows; first += step) {
     int32_t acc[kRows][kSize];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) load<Q>(args, min(first + i, args.rows - 1), col, wide_in, acc[i]);
+#pragma unroll 1
+    for (int i = 0; i < kRows && first + i < args.rows; ++i) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int64_t row = first + i;
-      if (row >= args.rows) break;
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) at.m[j] = static_cast<int>(row);
+      for (int j = 0; j < kSize; ++j) at.m[j] = static_cast<int>(first + i);
       load_token_operands(at, e, operands);
-      Out values[kSize];
-      epilogue<Out>(acc[i], operands, e, values);
-      Out* out = static_cast<Out*>(args.out) + row * args.ldo + col;
-      if (wide_out) {
-        store_piece<true>(out, at, values);
-      } else {
-        store_piece<false>(out, at, values);
-      }
+      finish(args, first + i, at, operands, wide_out, r, acc[0]);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) acc[0][j] = acc[kRows - 1][j];
     }
-  }
-}
-
-template <class Q>
-auto kernel_for(DType out) {
-  switch (out) {
-    case DType::kInt8:
-      return epilogue_kernel<Q, int8_t>;
-    case DType::kFloat16:
-      return epilogue_kernel<Q, __half>;
-    case DType::kBFloat16:
-      return epilogue_kernel<Q, __nv_bfloat16>;
-    default:
-      return epilogue_kernel<Q, float>;
   }
 }
 
@@ -109,8 +128,7 @@ bool is_wide(const void* data, int64_t ld, int64_t cols, DType type) {
 void apply_epilogue(const DequantizeArgs& args, int device, Stream stream) {
   if (args.rows == 0) return;
   const DeviceGuard guard(device);
-  const auto kernel =
-      args.q_type == DType::kInt8 ? kernel_for<int8_t>(args.out_type) : kernel_for<int32_t>(args.out_type);
+  const auto kernel = args.q_type == DType::kInt8 ? epilogue_kernel<int8_t> : epilogue_kernel<int32_t>;
   const int64_t across = (args.cols + kBlock * kSize - 1) / (kBlock * kSize);
   // About 16 blocks an SM: enough for every SM, few enough that a thread uses its columns' operands again.
   const int64_t wanted = std::max<int64_t>(1, 16 * device_capability(device).sm_count / across);

@@ -18,7 +18,7 @@ constexpr int kPack = 8;
 constexpr int kMaxGroups = (static_cast<int>(kMaxK) / kPack + 31) / 32 + 1;
 constexpr uint32_t kWarp = 0xFFFFFFFFU;
 
-enum class RowOp { kCopy, kNorm, kActivate, kGate };
+enum class RowOp { kCopy, kNorm, kActivate };
 
 template <class T>
 struct alignas(sizeof(T) * kPack) Pack {
@@ -166,15 +166,15 @@ struct Source {
           pack.values[j] = from_float<T>(__fadd_rn(to_float(pack.values[j]), to_float(other.values[j])));
         }
       }
-    } else if constexpr (kOp == RowOp::kGate) {
-      const Pack<T> up = read(x + cols, index);
-      activate_pack(pack);
-#pragma unroll
-      for (int j = 0; j < kPack; ++j) {
-        pack.values[j] = from_float<T>(__fmul_rn(to_float(pack.values[j]), to_float(up.values[j])));
-      }
     } else if constexpr (kOp == RowOp::kActivate) {
       activate_pack(pack);
+      if (args.gated) {
+        const Pack<T> up = read(x + cols, index);
+#pragma unroll
+        for (int j = 0; j < kPack; ++j) {
+          pack.values[j] = from_float<T>(__fmul_rn(to_float(pack.values[j]), to_float(up.values[j])));
+        }
+      }
     }
     return pack;
   }
