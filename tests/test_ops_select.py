@@ -94,9 +94,9 @@ def test_every_m_has_a_kernel_that_holds_it() -> None:
 
 
 @needs_90a
-def test_few_rows_take_the_skinny_kernels() -> None:
+def test_few_rows_take_the_skinny_kernels_and_many_the_persistent_ones() -> None:
     assert select(m=1)["chosen"].startswith("skinny/")
-    assert select(m=8192, n=4096, k=4096)["chosen"] == "cutlass_sm90/128x128x128_pingpong_2x1"
+    assert "_pingpong" in select(m=8192, n=4096, k=4096)["chosen"]
     with pytest.raises(ValueError, match="M is larger than its tile"):
         select(m=65, engine="skinny")
 

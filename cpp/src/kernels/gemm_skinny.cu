@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocksPerSm) gemm_skinny(cons
   }
   __syncthreads();
   const TileShare<Tile::kTokens, Tile::kChannels, kThreads, 2> share(args.output, 0, n0, 0, 1, thread);
-  finish_narrow<Tile::kPitch>(args.epilogue, args.output, vectors, share, sums);
+  finish_few<Tile::kPitch>(args.epilogue, args.output, vectors, share, sums);
 }
 
 // One to four tokens: no tensor core, so a warp reads 512 consecutive bytes of a row, the pattern that streamed fastest
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kGemvThreads, kTokens == 1 ? 3 : 2) gemv(const
   }
   __syncthreads();
   const TileShare<kTokens, kGemvChannels, kGemvThreads, 1> share(args.output, 0, n0, 0, 1, thread);
-  finish_narrow<kPitch>(args.epilogue, args.output, vectors, share, sums);
+  finish_few<kPitch>(args.epilogue, args.output, vectors, share, sums);
 }
 
 }  // namespace

@@ -24,14 +24,17 @@ RowKernel kernel_of() {
 // gets fewer kernels.
 template <class T, RowOp kOp>
 RowKernel kernel_for(int64_t packs, bool wide) {
-  if (!wide || packs > 2048) return kernel_of<T, kOp, 256, 0>();
+  constexpr bool kHalf = sizeof(T) == 2;
+  if (!wide || packs > (kHalf ? 2048 : 1024)) return kernel_of<T, kOp, 256, 0>();
   if (packs <= 128) return kernel_of<T, kOp, 32, 4>();
-  if constexpr (!std::is_same_v<T, float>) {
-    if (packs <= 256) return kernel_of<T, kOp, 128, 2>();
+  if constexpr (kHalf) {
+    if constexpr (kOp != RowOp::kActivate) {
+      if (packs <= 256) return kernel_of<T, kOp, 128, 2>();
+    }
     if (packs <= 512) return kernel_of<T, kOp, 256, 2>();
+    if (packs > 1024) return kernel_of<T, kOp, 512, 4>();
   }
-  if (packs <= 1024) return kernel_of<T, kOp, 256, 4>();
-  return kernel_of<T, kOp, 512, 4>();
+  return kernel_of<T, kOp, 256, 4>();
 }
 
 template <class T>

@@ -163,16 +163,8 @@ __device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, con
   }
 }
 
-template <class Out, int kSize>
-__device__ inline void round_and_store(const EpilogueArgs& e, const TileOutput& output, float r,
-                                       const Coordinates<kSize>& at, const float (&t)[kSize]) {
-  Out values[kSize];
-  round_to(t, e.clamp_low, r, values);
-  store_piece<false>(static_cast<Out*>(output.out) + static_cast<int64_t>(at.m[0]) * output.ldo + at.n[0], at, values);
-}
-
-// Any alignment and any switch, in one body: edges, and tiles of a few outputs.
-template <int kPitch, class Share, class Vectors>
+// Any alignment and any switch.
+template <class Out, int kPitch, class Share, class Vectors>
 __device__ void finish_narrow(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors,
                               const Share& share, const int32_t* accs) {
   constexpr int kPiece = Share::kPiece;
@@ -194,39 +186,21 @@ __device__ void finish_narrow(const EpilogueArgs& e, const TileOutput& output, c
       operands.x_scale[j] = vectors.x_scale[m];
       operands.x_zero[j] = vectors.x_zero[m];
     }
-    if (output.type == DType::kInt32) {
-      store_piece<false>(static_cast<int32_t*>(output.out) + static_cast<int64_t>(at.m[0]) * output.ldo + at.n[0], at,
-                         acc);
-      continue;
-    }
-    float t[kPiece];
-    subtract_zero_points(operands, acc);
-    dequantize(acc, operands, t);
-    add(operands.bias, t);
-    activate_by<false>(e.activation, t);
-    if (e.residual != nullptr) {
-      load_residual(at, e, operands.residual);
-      add(operands.residual, t);
-    }
-    switch (output.type) {
-      case DType::kFloat16:
-        round_and_store<__half>(e, output, 0.0F, at, t);
-        break;
-      case DType::kBFloat16:
-        round_and_store<__nv_bfloat16>(e, output, 0.0F, at, t);
-        break;
-      case DType::kInt8:
-        round_and_store<int8_t>(e, output, vectors.out_inverse, at, t);
-        break;
-      default:
-        round_and_store<float>(e, output, 0.0F, at, t);
-    }
+    if (!std::is_same_v<Out, int32_t> && e.residual != nullptr) load_residual(at, e, operands.residual);
+    Out values[kPiece];
+    epilogue<Out, false>(acc, operands, e, values);
+    store_piece<false>(static_cast<Out*>(output.out) + static_cast<int64_t>(at.m[0]) * output.ldo + at.n[0], at,
+                       values);
   }
 }
 
 template <class Out, int kPitch, class Share, class Vectors>
 __device__ void finish_as(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
                           const int32_t* accs) {
+  if (!output.wide) {
+    if (share.stores) finish_narrow<Out, kPitch>(e, output, vectors, share, accs);
+    return;
+  }
   if constexpr (!std::is_same_v<Out, int32_t>) {
     if (e.activation == Activation::kRelu) {
       return finish_wide<Out, Activation::kRelu, kPitch>(e, output, vectors, share, accs);
@@ -253,10 +227,6 @@ template <int kPitch, class Share, class Vectors>
 __device__ void finish_tile(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
                             const int32_t* accs) {
   static_assert(Share::kPiece == 8);
-  if (!output.wide) {
-    if (share.stores) finish_narrow<kPitch>(e, output, vectors, share, accs);
-    return;
-  }
   switch (output.type) {
     case DType::kFloat16:
       return finish_as<__half, kPitch>(e, output, vectors, share, accs);
@@ -268,6 +238,24 @@ __device__ void finish_tile(const EpilogueArgs& e, const TileOutput& output, con
       return finish_as<int8_t, kPitch>(e, output, vectors, share, accs);
     default:
       return finish_as<int32_t, kPitch>(e, output, vectors, share, accs);
+  }
+}
+
+// For tiles of a few outputs: short pieces keep the registers few that bound how many loads an SM has in flight.
+template <int kPitch, class Share, class Vectors>
+__device__ void finish_few(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
+                           const int32_t* accs) {
+  switch (output.type) {
+    case DType::kFloat16:
+      return finish_narrow<__half, kPitch>(e, output, vectors, share, accs);
+    case DType::kBFloat16:
+      return finish_narrow<__nv_bfloat16, kPitch>(e, output, vectors, share, accs);
+    case DType::kFloat32:
+      return finish_narrow<float, kPitch>(e, output, vectors, share, accs);
+    case DType::kInt8:
+      return finish_narrow<int8_t, kPitch>(e, output, vectors, share, accs);
+    default:
+      return finish_narrow<int32_t, kPitch>(e, output, vectors, share, accs);
   }
 }
 
