@@ -149,6 +149,26 @@ def test_command_line_refuses(words: list[str], message: str) -> None:
     assert message in result.stderr
 
 
+def test_shapes_come_from_a_model(monkeypatch) -> None:
+    """The command with measuring replaced: the embedded model's four layers and a given one, each for every M."""
+    from octofuse.cli import tune as command
+
+    seen = []
+
+    def measure(shapes, *, on_shape, **_):
+        seen.extend(shapes)
+        results = [tuning.Tuned(shape, "naive", 2.0, "naive", 1.0) for shape in shapes]
+        for result in results:
+            on_shape(result)
+        return results
+
+    monkeypatch.setattr(command, "measure", measure)
+    monkeypatch.setattr(command, "pick_device", lambda name: torch.device("cuda"))
+    assert CliRunner().invoke(app, ["tune", "embedded", "--shape", "768,64", "--tokens", "1,16"]).exit_code == 0
+    layers = [(768, 64), (672, 224), (224, 224), (896, 224), (224, 896)]
+    assert seen == [(m, n, k) for n, k in layers for m in (1, 16)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.int8, torch.int32])
 def test_tuned_here_and_remembered_there(own_cache, out_dtype) -> None:

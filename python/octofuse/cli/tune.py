@@ -6,6 +6,7 @@ import math
 
 import torch
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from torch import nn
 
@@ -34,7 +35,14 @@ def run_tune(console: Console, model: str | None, given: list[str], tokens: str,
         raise ValueError("model: expected a model, or --shape N,K")
     shapes = [(m, n, k) for n, k in dict.fromkeys(weights) for m in rows]
     table = Table("M", "N", "K", "before", "us", "now", "us", "faster")
-    results = measure(shapes, device=device, out_dtype=DTYPES[out], on_shape=lambda t: table.add_row(*_cells(t)))
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("measuring", total=len(shapes))
+
+        def report(t: Tuned) -> None:
+            table.add_row(*_cells(t))
+            progress.advance(task)
+
+        results = measure(shapes, device=device, out_dtype=DTYPES[out], on_shape=report)
     console.print(table)
     gain = math.exp(sum(math.log(t.before_us / t.us) for t in results) / len(results))
     console.print(f"{len(results)} shapes, {gain:.3f}x on geometric mean; remembered in {cache_path()}")
