@@ -104,6 +104,8 @@ def test_where_the_file_lies(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("OCTOFUSE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert tuning.cache_path() == tmp_path / "octofuse" / "tuning.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert tuning.cache_path().is_absolute(), "never beside whatever the process works on"
 
 
 @needs_90a

@@ -52,7 +52,10 @@ def cache_path() -> Path:
     given = os.environ.get("OCTOFUSE_CACHE_DIR")
     if given:
         return Path(given) / "tuning.json"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octofuse" / "tuning.json"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not os.path.isabs(base):  # a user without a home
+        base = tempfile.gettempdir()
+    return Path(base) / "octofuse" / "tuning.json"
 
 
 def device_key(device: int) -> str:
