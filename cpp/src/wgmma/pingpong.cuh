@@ -22,7 +22,6 @@ struct PingpongTile {
   static constexpr int kRowBlocks = kRowBlocks_;  // of 64 rows
   static constexpr int kRows = 64 * kRowBlocks;
   static constexpr int kCols = kCols_;
-  static constexpr bool kSwap = false;
   static constexpr int kTurns = 2;  // consumer warpgroups
   static constexpr int kProducer = 128 * kTurns;
   static constexpr int kVectors = kProducer + 32;
@@ -49,7 +48,7 @@ struct PingpongTile {
   static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes + kStagingBytes;
 };
 
-// The tiles of one block in their order, every kStep-th of them. Tiles are grouped in bands of 16 tiles of tokens, so
+// The tiles of one block in their order, or every second of them. Tiles are grouped in bands of 16 tiles of tokens, so
 // that blocks that run side by side read few different operands.
 struct TileWalk {
   static constexpr int kBand = 16;
