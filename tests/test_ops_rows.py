@@ -139,6 +139,11 @@ BAD = {
         TypeError, r"residual: expected dtype float16, got float32"),
     "eps is negative": (lambda x: octofuse.layer_norm(x, eps=-1.0),
         ValueError, r"eps: expected a finite number of at least 0"),
+    "eps is text": (
+        lambda x: octofuse.rms_norm(x, eps="small"),
+        TypeError,
+        r"eps: expected float, got str",
+    ),
     "x is int8": (lambda x: octofuse.rms_norm(x.to(torch.int8)),
         TypeError, r"x: expected dtype float16 or bfloat16 or float32, got int8"),
     "x is too long": (lambda x: octofuse.rms_norm(x.new_zeros(1, 131072)),

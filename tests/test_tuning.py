@@ -57,7 +57,9 @@ def test_processes_lose_nothing(own_cache) -> None:
     assert len(tuning._read(own_cache)["gpu"]) == 40
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"devices": {}}', '{"format": 1}', "\x00\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"devices": {}}', '{"format": 1}', '{"format": 1, "devices": []}', "\x00\xff"]
+)
 def test_a_corrupt_file_is_one_warning_and_then_replaced(own_cache, text, monkeypatch) -> None:
     own_cache.parent.mkdir(parents=True)
     own_cache.write_text(text)
@@ -69,6 +71,17 @@ def test_a_corrupt_file_is_one_warning_and_then_replaced(own_cache, text, monkey
         assert tuning.load(0) == 0, "one warning a process"
     tuning._write(own_cache, "gpu", {"1,2,3,float16": entry("naive")})
     assert tuning._read(own_cache) == {"gpu": {"1,2,3,float16": entry("naive")}}
+
+
+@pytest.mark.parametrize("shape", ["1,2,3,float64", "1,2,float16", "a,2,3,int8"])
+@pytest.mark.parametrize("value", [{"kernel": "naive"}, {}, 3])
+def test_an_entry_that_makes_no_sense_is_not_kept(own_cache, shape, value, monkeypatch) -> None:
+    monkeypatch.setattr(tuning, "_tuned", {})
+    monkeypatch.setattr(tuning, "device_key", lambda device: "gpu")
+    tuning._write(own_cache, "gpu", {shape: value})
+    with pytest.warns(RuntimeWarning, match="could not be read"):
+        assert tuning.load(0) == 0
+    assert tuning.entries(0) == []
 
 
 def test_another_format_is_ignored(own_cache) -> None:

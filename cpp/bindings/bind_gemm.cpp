@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <optional>
+#include <utility>
 
 #include "arguments.h"
 #include "module.h"
@@ -220,14 +221,18 @@ std::vector<std::pair<int, double>> tune(py::handle x, py::handle w, bool int8_o
   return tune_cublaslt(call.args, call.x.device(), factory.current_stream(), allocate);
 }
 
+DType parse_output(const std::string& out_dtype) {
+  return parse_dtype(out_dtype, "out_dtype",
+                     {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8, DType::kInt32});
+}
+
 GemmProblem problem_of(int64_t m, int64_t n, int64_t k, const std::string& out_dtype, bool raw,
                        bool double_activation) {
   GemmProblem problem;
   problem.m = m;
   problem.n = n;
   problem.k = k;
-  problem.out = parse_dtype(out_dtype, "out_dtype",
-                            {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8, DType::kInt32});
+  problem.out = parse_output(out_dtype);
   problem.raw = raw;
   problem.ldo = n;
   problem.double_activation = double_activation;
@@ -242,9 +247,9 @@ TunedTable table_of(const std::vector<TunedEntry>& entries) {
   TunedTable table;
   table.id = ++tables;
   for (const auto& [m, n, k, out, name] : entries) {
+    const DType type = parse_output(out);
     for (const Candidate& candidate : candidates()) {
-      if (candidate.name == name)
-        table.shapes.push_back({m, n, k, problem_of(m, n, k, out, false, false).out, &candidate});
+      if (candidate.name == name) table.shapes.push_back({m, n, k, type, &candidate});
     }
   }
   return table;

@@ -96,13 +96,16 @@ const void* parse_affine(py::handle object, const char* name, const TensorView& 
   return tensor.data();
 }
 
-void parse_norm(const std::string& op, py::handle residual, py::handle weight, py::handle bias, double eps,
+void parse_norm(const std::string& op, py::handle residual, py::handle weight, py::handle bias, py::handle eps,
                 const TensorView& x, RowPassArgs& args) {
   if (args.cols > kMaxK) refuse<ValueError>("x", "at most 131071 columns", "shape " + x.shape_text());
   args.norm = op == "layer_norm" ? Norm::kLayer : Norm::kRms;
-  args.eps = static_cast<float>(eps);
+  if (PyFloat_Check(eps.ptr()) == 0 && (PyLong_Check(eps.ptr()) == 0 || PyBool_Check(eps.ptr()))) {
+    refuse<TypeError>("eps", "float", std::string(Py_TYPE(eps.ptr())->tp_name));
+  }
+  args.eps = eps.cast<float>();
   if (!(args.eps >= 0.0F) || std::isinf(args.eps)) {
-    refuse<ValueError>("eps", "a finite number of at least 0", std::to_string(eps));
+    refuse<ValueError>("eps", "a finite number of at least 0", std::to_string(args.eps));
   }
   args.weight = parse_affine(weight, "weight", x, args);
   args.bias = parse_affine(bias, "bias", x, args);
@@ -119,7 +122,7 @@ void parse_norm(const std::string& op, py::handle residual, py::handle weight, p
 // here]
 // + [x + residual, if there is one].
 py::object rows(py::handle x_object, const std::string& op, py::handle residual, py::handle weight, py::handle bias,
-                double eps, py::handle activation, bool quantize, py::handle scale) {
+                py::handle eps, py::handle activation, bool quantize, py::handle scale) {
   const TensorView x(x_object, "x");
   RowPassArgs args = checked(x);
   std::vector<int64_t> shape = shape_of(x);

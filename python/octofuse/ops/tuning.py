@@ -90,14 +90,15 @@ def load(device: int) -> int:
     if os.environ.get("OCTOFUSE_TUNING") == "0":
         return 0
     with _degrading("could not be read"):
-        entries = _read(cache_path()).get(device_key(device), {})
-        _tuned[device] = {shape: str(entry["kernel"]) for shape, entry in entries.items()}
-        _tell(device)
-        for shape, entry in entries.items():
+        found = _read(cache_path()).get(device_key(device), {})
+        kernels = {shape: str(entry["kernel"]) for shape, entry in found.items()}
+        _tell(device, kernels)
+        for shape, entry in found.items():
             if "algorithm" in entry:
                 m, n, k, out = _parse(shape)
                 _C.prefer_cublaslt(m, n, k, out == "int8", int(entry["algorithm"]), device)
-        return len(_tuned[device])
+        _tuned[device] = kernels
+        return len(kernels)
     return 0
 
 
@@ -105,7 +106,7 @@ def entries(device: int) -> list[tuple[int, int, int, str, str]]:
     """(M, N, K, output dtype, kernel) of every tuned shape of a device."""
     if device not in _tuned:
         load(device)
-    return [(*_parse(shape), kernel) for shape, kernel in _tuned[device].items()]
+    return _table(_tuned[device])
 
 
 def tune(
@@ -149,7 +150,7 @@ def tune(
         for m, n, k in wanted:
             found, entry = _tune_one(m, n, k, name, index)
             _tuned[index][f"{m},{n},{k},{name}"] = found.kernel
-            _tell(index)
+            _tell(index, _tuned[index])
             if save:
                 with _degrading("could not be written"):
                     _write(cache_path(), device_key(index), {f"{m},{n},{k},{name}": entry})
@@ -165,7 +166,8 @@ def _tune_one(m: int, n: int, k: int, out: str, device: int) -> tuple[Tuned, dic
     dtype = getattr(torch, out)
     sets = _operands(m, n, k)
     entry: dict[str, Any] = {}
-    if out == "int32" and n % 4 == 0:
+    worth = _worth_timing(m, n, k, out, device)
+    if "cublaslt" in worth:
         times = tune_cublaslt(sets[0][0], sets[0][1])
         entry["algorithm"] = min(times, key=lambda index: times[index])
 
@@ -175,7 +177,7 @@ def _tune_one(m: int, n: int, k: int, out: str, device: int) -> tuple[Tuned, dic
     before = explain(sets[0][0], sets[0][1], out_dtype=dtype).chosen
     before_us = time_of(before)
     best, best_us = before, before_us
-    for name in _worth_timing(m, n, k, out, device):
+    for name in worth:
         if name != before and (us := time_of(name)) < best_us:
             best, best_us = name, us
     entry |= {"kernel": best, "us": round(best_us, 3)}
@@ -209,8 +211,12 @@ def _call(s: tuple[Tensor, ...], dtype: torch.dtype, engine: str) -> Tensor:
     return gemm.i8f16_linear(*s, out_dtype=dtype, engine=engine)
 
 
-def _tell(device: int) -> None:
-    _C.set_tuned(device, entries(device))
+def _tell(device: int, kernels: dict[str, str]) -> None:
+    _C.set_tuned(device, _table(kernels))
+
+
+def _table(kernels: dict[str, str]) -> list[tuple[int, int, int, str, str]]:
+    return [(*_parse(shape), kernel) for shape, kernel in kernels.items()]
 
 
 def _parse(shape: str) -> tuple[int, int, int, str]:
@@ -227,7 +233,7 @@ def _degrading(what: str) -> Iterator[None]:
     global _warned
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         if not _warned:
             _warned = True
             warnings.warn(
@@ -236,13 +242,15 @@ def _degrading(what: str) -> Iterator[None]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The devices of the file; nothing if there is none or it has another format. ValueError if it is not JSON."""
+    """The devices of the file; nothing if there is none or it has another format. ValueError if it is not such JSON."""
     if not path.exists():
         return {}
     record = json.loads(path.read_text(encoding="utf-8"))
     if record["format"] != FORMAT:
         return {}
     devices: dict[str, Any] = record["devices"]
+    if not isinstance(devices, dict) or not all(isinstance(shapes, dict) for shapes in devices.values()):
+        raise ValueError("devices: expected one object for each device")
     return devices
 
 
