@@ -1,11 +1,10 @@
 """From a sweep to the table that select() reads: cpp/src/gemm/measured_h200.inc.
 
     python benchmarks/sweep_gemm.py --out benchmarks/results/h200      # on the GPU: sweep.json
-    python benchmarks/fit_select.py benchmarks/results/h200/sweep.json # anywhere
+    python benchmarks/fit_select.py benchmarks/results/h200/sweep.json # anywhere that octofuse is installed
 
 For every kernel it fits the four non-negative numbers of candidates.h's TimeModel, near-best points weighing most, and for
-every swept shape it keeps the kernel that was fastest. A kernel that the sweep left out there counts where its modelled
-time is an eighth below that. Prints how far the models' choices lie from the best.
+every swept shape it keeps the kernel that was fastest. Prints how far the models' choices lie from the best.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
+from octofuse import _C
+
 SMS = 132
 USABLE = {1: 132, 2: 132, 3: 120, 4: 112}  # SMs that clusters of this many blocks can fill
-GUESS = 0.875  # of the best time, below which a modelled time is believed
 HEADER = "// Written by benchmarks/fit_select.py from {source} (cpp {cpp}, {device}). Microseconds."
 
 
@@ -62,27 +62,14 @@ def fit(times: dict[tuple[int, ...], dict[str, float]]) -> dict[str, np.ndarray]
     return models
 
 
-def could_serve(name: str, m: int) -> bool:
-    """Kernels whose model may speak for them: one block an SM, at most 8 tiles of tokens, none mostly empty."""
-    found = re.search(r"wgmma/(\d+)x\d+_swapped$", name)
-    return found is not None and 256 < m <= 512 and m <= 8 * int(found[1])
-
-
-def best_of(mnk: tuple[int, ...], row: dict[str, float], models: dict[str, np.ndarray]) -> str:
-    best = min(row, key=row.get)
-    modelled = {
-        name: float(np.dot(features(name, *mnk), model))
-        for name, model in models.items()
-        if name not in row and could_serve(name, mnk[0])
-    }
-    guess = min(modelled, key=modelled.get, default=best)
-    return guess if modelled.get(guess, math.inf) < GUESS * row[best] else best
-
-
 def main() -> None:
     source = Path(sys.argv[1])
     record = json.loads(source.read_text())
-    times = {tuple(map(int, key.split(","))): row for key, row in record["us"].items()}
+    known = set(_C.candidates())  # the sweep may name kernels that have since gone
+    times = {
+        tuple(map(int, key.split(","))): {name: t for name, t in row.items() if name in known}
+        for key, row in record["us"].items()
+    }
     models = fit(times)
     names = list(models)
     ratios = []
@@ -117,7 +104,7 @@ def main() -> None:
         "constexpr MeasuredShape kMeasured[] = {",
     ]
     for n, k in sorted({mnk[1:] for mnk in times}):
-        best = [names.index(best_of((m, n, k), row, models)) if (row := times.get((m, n, k))) else -1 for m in rows]
+        best = [names.index(min(row, key=row.get)) if (row := times.get((m, n, k))) else -1 for m in rows]
         text.append(f"    {{{n}, {k}, {braces(best)}}},")
     text += ["};", ""]
     target = Path(__file__).resolve().parents[1] / "cpp/src/gemm/measured_h200.inc"

@@ -155,7 +155,8 @@ py::object rows(py::handle x_object, const std::string& op, py::handle residual,
     results.append(factory.make({args.rows, 1}, DType::kFloat32, &data));
     args.scales = static_cast<float*>(data);
   }
-  if (args.residual != nullptr) results.append(factory.make(shape, x.dtype, &args.sum));
+  // Not by args.residual: an empty tensor has no address.
+  if (!residual.is_none()) results.append(factory.make(shape, x.dtype, &args.sum));
   row_pass(args, x.device(), factory.current_stream());
   return results;
 }

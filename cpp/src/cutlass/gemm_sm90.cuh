@@ -106,7 +106,7 @@ struct FormulaNode : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
         operands.w_scale[i] = shared->w_scale[n];
         operands.x_scale[i] = shared->x_scale[m];
         operands.bias[i] = shared->bias[n];
-        operands.w_sum[i] = shared->w_sum[n];
+        operands.minus_w_sum[i] = shared->minus_w_sum[n];
         operands.x_zero[i] = shared->x_zero[m];
       }
       if (params->residual != nullptr) load_residual(at, *params, operands.residual);

@@ -27,19 +27,18 @@ struct Variant {
 
 constexpr Variant kVariants[] = {
     {64, 64, kTokens, 1, 1},        {64, 64, kTokens, 2, 1},       {64, 64, kTokens, 3, 1},
-    {64, 96, kTokens, 1, 1},        {64, 128, kTokens, 1, 1},      {64, 128, kTokens, 2, 1},
-    {128, 64, kTokens, 1, 1},       {128, 64, kTokens, 2, 1},      {128, 96, kTokens, 1, 1},
-    {128, 128, kTokens, 1, 1},      {128, 144, kTokens, 1, 1},     {128, 192, kTokens, 1, 1},
-    {128, 240, kTokens, 1, 1},      {128, 256, kTokens, 1, 1},     {64, 16, kSwapped, 1, 3},
-    {64, 16, kSwapped, 2, 3},       {64, 32, kSwapped, 1, 1},      {64, 32, kSwapped, 1, 3},
-    {64, 32, kSwapped, 2, 1},       {64, 32, kSwapped, 3, 1},      {64, 32, kSwapped, 4, 1},
+    {64, 96, kTokens, 1, 1},        {64, 128, kTokens, 1, 1},      {128, 64, kTokens, 1, 1},
+    {128, 96, kTokens, 1, 1},       {128, 128, kTokens, 1, 1},     {128, 144, kTokens, 1, 1},
+    {128, 192, kTokens, 1, 1},      {128, 240, kTokens, 1, 1},     {128, 256, kTokens, 1, 1},
+    {64, 16, kSwapped, 1, 3},       {64, 16, kSwapped, 2, 3},      {64, 32, kSwapped, 1, 1},
+    {64, 32, kSwapped, 1, 3},       {64, 32, kSwapped, 2, 1},      {64, 32, kSwapped, 3, 1},
     {64, 64, kSwapped, 1, 1},       {64, 64, kSwapped, 1, 2},      {64, 64, kSwapped, 2, 1},
-    {64, 64, kSwapped, 2, 3},       {64, 64, kSwapped, 4, 1},      {128, 48, kSwapped, 1, 1},
-    {128, 48, kSwapped, 4, 1},      {64, 80, kSwapped, 1, 1},      {64, 96, kSwapped, 1, 1},
+    {64, 64, kSwapped, 4, 1},       {64, 80, kSwapped, 1, 1},      {64, 96, kSwapped, 1, 1},
     {64, 112, kSwapped, 1, 1},      {64, 128, kSwapped, 1, 1},     {64, 80, kSwapped, 1, 2},
     {128, 80, kSwapped, 1, 1},      {128, 112, kSwapped, 1, 1},    {128, 96, kSwapped, 1, 1},
     {128, 128, kSwapped, 1, 1},     {128, 192, kSwapped, 1, 1},    {128, 128, kPingpong, 1, 1, 1},
-    {128, 128, kPingpong, 1, 1, 2}, {64, 128, kPingpong, 1, 1, 1}, {64, 128, kPingpong, 1, 1, 2},
+    {128, 128, kPingpong, 1, 1, 2}, {64, 128, kPingpong, 1, 1, 1},
+
 };
 
 int index_of(const Variant& variant) {

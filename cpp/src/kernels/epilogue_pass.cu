@@ -56,9 +56,11 @@ __device__ void finish(const DequantizeArgs& args, int64_t row, const Coordinate
   dequantize(acc, operands, t);
   if (e.bias != nullptr) add(operands.bias, t);
   if (args.out_type == DType::kFloat32) {
-    activate_by<true>(e.activation, t);
+    activate_by<float, true>(e.activation, t);
+  } else if (args.out_type == DType::kInt8) {
+    activate_by<int8_t, false>(e.activation, t);
   } else {
-    activate_by<false>(e.activation, t);
+    activate_by<__half, false>(e.activation, t);
   }
   if (e.residual != nullptr) add(operands.residual, t);
   switch (args.out_type) {

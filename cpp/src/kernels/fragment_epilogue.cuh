@@ -39,9 +39,9 @@ struct Piece {
 template <class P, class Vectors>
 __device__ inline void subtract_zero_points(const P& piece, const Vectors& vectors, int32_t (&acc)[P::kSize]) {
   const int32_t* zero = vectors.x_zero + piece.token;
-  const int32_t* sum = vectors.w_sum + piece.channel;
+  const int32_t* minus_sum = vectors.minus_w_sum + piece.channel;
 #pragma unroll
-  for (int i = 0; i < P::kSize; ++i) acc[i] -= zero[piece.token_of(i)] * sum[piece.channel_of(i)];
+  for (int i = 0; i < P::kSize; ++i) acc[i] += zero[piece.token_of(i)] * minus_sum[piece.channel_of(i)];
 }
 
 // t = float(acc) * w_scale * x_scale + bias
@@ -173,7 +173,11 @@ struct AnyEpilogue {
     if (e.w_sum != nullptr) subtract_zero_points(piece, vectors, acc);
     dequantize(piece, vectors, acc, t);
     // fp32 outputs evaluate gelu and silu in double: select() sends them elsewhere.
-    activate_by<false>(e.activation, t);
+    if (output.type == DType::kInt8) {
+      activate_by<int8_t, false>(e.activation, t);
+    } else {
+      activate_by<__half, false>(e.activation, t);
+    }
     if (e.residual != nullptr) add_residual(piece, e, output, t);
     switch (output.type) {
       case DType::kFloat16:
@@ -208,10 +212,10 @@ struct UsualEpilogue {
     float t[P::kSize];
     dequantize(piece, vectors, acc, t);
     if constexpr (kActivation == Activation::kGelu) {
-      activate_all<kActivation>(t);  // long: a rolled loop
+      activate_all<kActivation, Out>(t);  // long: a rolled loop
     } else if constexpr (kActivation != Activation::kNone) {
 #pragma unroll
-      for (int i = 0; i < P::kSize; ++i) t[i] = activate<kActivation>(t[i]);
+      for (int i = 0; i < P::kSize; ++i) t[i] = activate<kActivation, Out>(t[i]);
     }
     if constexpr (kResidual) add_residual_as<Out>(piece, e, output, true, t);
     Out values[P::kSize];

@@ -20,16 +20,17 @@ RowKernel kernel_of() {
 }
 
 // A warp a row where it fits: it waits for nobody. Longer rows take a block, up to 4 packs of 8 a thread (measured on
-// an H200: fewer packs or more threads a row are slower at 4096 rows, and 16 packs a lane as well). fp32 is rarer and
-// gets fewer kernels.
+// an H200: fewer packs or more threads a row are slower at 4096 rows, and 16 packs a lane as well). A norm of many rows
+// is bound by its instructions, many of them once a thread: there, fewer threads are faster. fp32 is rarer and gets
+// fewer kernels.
 template <class T, RowOp kOp>
-RowKernel kernel_for(int64_t packs, bool wide) {
+RowKernel kernel_for(int64_t rows, int64_t packs, bool wide) {
   constexpr bool kHalf = sizeof(T) == 2;
   if (!wide || packs > (kHalf ? 2048 : 1024)) return kernel_of<T, kOp, 256, 0>();
   if (packs <= 128) return kernel_of<T, kOp, 32, 4>();
   if constexpr (kHalf) {
-    if constexpr (kOp != RowOp::kActivate) {
-      if (packs <= 256) return kernel_of<T, kOp, 128, 2>();
+    if constexpr (kOp == RowOp::kNorm) {
+      if (packs <= 512 && rows >= 1024) return kernel_of<T, kOp, 128, 4>();
     }
     if (packs <= 512) return kernel_of<T, kOp, 256, 2>();
     if (packs > 1024) return kernel_of<T, kOp, 512, 4>();
@@ -40,9 +41,9 @@ RowKernel kernel_for(int64_t packs, bool wide) {
 template <class T>
 RowKernel kernel_for(const RowPassArgs& args, bool wide) {
   const int64_t packs = (args.cols + rows::kPack - 1) / rows::kPack;
-  if (args.norm != Norm::kNone) return kernel_for<T, RowOp::kNorm>(packs, wide);
-  if (args.activation != Activation::kNone) return kernel_for<T, RowOp::kActivate>(packs, wide);
-  return kernel_for<T, RowOp::kCopy>(packs, wide);
+  if (args.norm != Norm::kNone) return kernel_for<T, RowOp::kNorm>(args.rows, packs, wide);
+  if (args.activation != Activation::kNone) return kernel_for<T, RowOp::kActivate>(args.rows, packs, wide);
+  return kernel_for<T, RowOp::kCopy>(args.rows, packs, wide);
 }
 
 // Whether every pack can be accessed at once: rows of whole packs, each at a multiple of its size.

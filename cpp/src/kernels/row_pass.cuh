@@ -15,7 +15,6 @@
 namespace octofuse::rows {
 
 constexpr int kPack = 8;
-constexpr int kMaxGroups = (static_cast<int>(kMaxK) / kPack + 31) / 32 + 1;
 constexpr uint32_t kWarp = 0xFFFFFFFFU;
 
 enum class RowOp { kCopy, kNorm, kActivate };
@@ -33,6 +32,21 @@ __device__ inline T from_float(float t) {
   return out[0];
 }
 
+template <class T>
+__device__ inline Pack<float> widen(const Pack<T>& pack) {
+  Pack<float> wide;
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) wide.values[j] = to_float(pack.values[j]);
+  return wide;
+}
+
+template <class T>
+__device__ inline Pack<T> narrow(const Pack<float>& wide) {
+  Pack<T> pack;
+  round_to<T>(wide.values, 0, 0.0F, pack.values);
+  return pack;
+}
+
 __device__ inline float tree_sum(const float (&v)[kPack]) {
   const auto plus = [](float a, float b) { return __fadd_rn(a, b); };
   return plus(plus(plus(v[0], v[1]), plus(v[2], v[3])), plus(plus(v[4], v[5]), plus(v[6], v[7])));
@@ -45,18 +59,20 @@ __device__ inline float warp_sum(float value) {
 }
 
 // kThreads threads hold a row: pack `thread + i * kThreads` in packs[i]. kPacks 0: nothing is held, `load` is asked
-// again.
+// again. load(index, i) gives pack `index`, the thread's i-th.
 template <class T, int kThreads, int kPacks>
 struct Row {
   Pack<T> packs[kPacks == 0 ? 1 : kPacks];
   int thread, count;  // count: packs of the row
+
+  __device__ Row(int thread, int count) : thread(thread), count(count) {}
 
   template <class Load>
   __device__ void fill(Load load) {
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       const int index = thread + i * kThreads;
-      if (index < count) packs[i] = load(index);
+      if (index < count) packs[i] = load(index, i);
     }
   }
 
@@ -65,7 +81,7 @@ struct Row {
   __device__ void for_each(Load load, F f) {
     if constexpr (kPacks == 0) {
       for (int index = thread; index < count; index += kThreads) {
-        Pack<T> pack = load(index);
+        Pack<T> pack = load(index, 0);
         f(pack, index);
       }
     } else {
@@ -77,10 +93,10 @@ struct Row {
     }
   }
 
-  // The sum over the row of term(value, column), in the order above; the same in every thread.
+  // The sum over the row of term(value, column), in the order above; the same in every thread. `of_group` is the
+  // block's own, another one for every sum of a row.
   template <class Load, class Term>
-  __device__ float sum(Load load, Term term) {
-    __shared__ float of_group[kMaxGroups];
+  __device__ float sum(Load load, Term term, float* of_group) {
     const int lane = thread % 32;
     const int groups = (count + 31) / 32;
     const int rounds = kPacks == 0 ? (count + kThreads - 1) / kThreads : kPacks;
@@ -90,7 +106,7 @@ struct Row {
       const int index = thread + i * kThreads;
       float terms[kPack] = {};
       if (index < count) {
-        const Pack<T> pack = kPacks == 0 ? load(index) : packs[kPacks == 0 ? 0 : i];
+        const Pack<T> pack = kPacks == 0 ? load(index, 0) : packs[kPacks == 0 ? 0 : i];
 #pragma unroll
         for (int j = 0; j < kPack; ++j) terms[j] = term(to_float(pack.values[j]), index * kPack + j);
       }
@@ -103,11 +119,44 @@ struct Row {
     }
     if constexpr (kThreads > 32) {
       __syncthreads();
-      for (int i = lane; i < groups; i += 32) mine = __fadd_rn(mine, of_group[i]);
-      __syncthreads();  // before the next sum writes
+      constexpr int kRounds = (kPacks * kThreads + 1023) / 1024;  // known: a loop would cost as much as a pack
+#pragma unroll
+      for (int i = 0; i < kRounds || (kPacks == 0 && lane + 32 * i < groups); ++i) {
+        if (lane + 32 * i < groups) mine = __fadd_rn(mine, of_group[lane + 32 * i]);
+      }
     }
     return warp_sum(mine);
   }
+};
+
+// Groups of the longest row that a variant takes.
+template <int kThreads, int kPacks>
+constexpr int kMaxGroups = kPacks > 0 ? kThreads * kPacks / 32 : (static_cast<int>(kMaxK) / kPack + 31) / 32 + 1;
+
+// The largest magnitude so far, or NaN once there was one.
+template <class T>
+struct Largest {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  Pair amax{from_float<T>(0.0F), from_float<T>(0.0F)};
+
+  __device__ void take(const Pack<T>& pack) {
+#pragma unroll
+    for (int j = 0; j < kPack; j += 2) {
+      amax = __hmax2_nan(amax, __habs2(Pair{pack.values[j], pack.values[j + 1]}));
+    }
+  }
+  __device__ float value() const { return to_float(__hmax_nan(amax.x, amax.y)); }
+};
+
+template <>
+struct Largest<float> {
+  float amax = 0.0F;
+
+  __device__ void take(const Pack<float>& pack) {
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) asm("max.NaN.f32 %0, %0, %1;" : "+f"(amax) : "f"(fabsf(pack.values[j])));
+  }
+  __device__ float value() const { return amax; }
 };
 
 // The largest of non-negative floats, or NaN if there is one: as integers they keep their order, and NaN is above all.
@@ -118,9 +167,7 @@ __device__ inline float row_max(float value) {
     __shared__ uint32_t of_warp[kThreads / 32];
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = bits;
     __syncthreads();
-    bits = of_warp[0];
-#pragma unroll
-    for (int i = 1; i < kThreads / 32; ++i) bits = max(bits, of_warp[i]);
+    bits = __reduce_max_sync(kWarp, of_warp[threadIdx.x % (kThreads / 32)]);
   }
   return __uint_as_float(bits);
 }
@@ -156,7 +203,7 @@ struct Source {
     }
   }
 
-  __device__ Pack<T> operator()(int index) const {
+  __device__ Pack<T> operator()(int index, int = 0) const {
     Pack<T> pack = read(x, index);
     if constexpr (kOp == RowOp::kNorm) {
       if (residual != nullptr) {
@@ -183,7 +230,7 @@ struct Source {
     float t[kPack];
 #pragma unroll
     for (int j = 0; j < kPack; ++j) t[j] = to_float(pack.values[j]);
-    activate_by<std::is_same_v<T, float>>(args.activation, t);
+    activate_by<T, std::is_same_v<T, float>>(args.activation, t);
 #pragma unroll
     for (int j = 0; j < kPack; ++j) pack.values[j] = from_float<T>(t[j]);
   }
@@ -210,57 +257,40 @@ __device__ inline void load_affine(const void* data, DType type, int index, int 
   }
 }
 
-// (h - mean) * inverse * weight + bias, each step rounded once, and the result to T.
+// A row centred and held in fp32, and what one element of it is multiplied with. Each step is one fp32 operation:
+// h - mean, * inverse, * weight, + bias, and the result to T.
 template <class T, bool kWide>
 struct Normalise {
   const RowPassArgs& args;
-  float mean, inverse;
+  float inverse;
 
-  __device__ Pack<T> operator()(Pack<T> pack, int index) const {
+  __device__ Pack<T> operator()(Pack<float> pack, int index) const {
     const int cols = static_cast<int>(args.cols);
-    float t[kPack];
     float factor[kPack];
-    const bool layer = args.norm == Norm::kLayer;
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) {
-      t[j] = to_float(pack.values[j]);
-      if (layer) t[j] = __fsub_rn(t[j], mean);
-      t[j] = __fmul_rn(t[j], inverse);
-    }
+    for (int j = 0; j < kPack; ++j) pack.values[j] = __fmul_rn(pack.values[j], inverse);
     if (args.weight != nullptr) {
       load_affine<T, kWide>(args.weight, args.affine_type, index, cols, factor);
 #pragma unroll
-      for (int j = 0; j < kPack; ++j) t[j] = __fmul_rn(t[j], factor[j]);
+      for (int j = 0; j < kPack; ++j) pack.values[j] = __fmul_rn(pack.values[j], factor[j]);
     }
     if (args.bias != nullptr) {
       load_affine<T, kWide>(args.bias, args.affine_type, index, cols, factor);
 #pragma unroll
-      for (int j = 0; j < kPack; ++j) t[j] = __fadd_rn(t[j], factor[j]);
+      for (int j = 0; j < kPack; ++j) pack.values[j] = __fadd_rn(pack.values[j], factor[j]);
     }
+    if constexpr (!kWide) {  // what lies behind the row's end must not count for its scale
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) pack.values[j] = from_float<T>(t[j]);
-    return pack;
+      for (int j = 0; j < kPack; ++j) pack.values[j] = index * kPack + j < cols ? pack.values[j] : 0.0F;
+    }
+    return narrow<T>(pack);
   }
 };
 
-// 1 / sqrt(mean of squares + eps) through double: rounded once to fp32, the same on every device.
+// 1 / sqrt(mean of squares + eps), each of the four steps rounded once.
 __device__ inline float inverse_root(float sum, int cols, float eps) {
   const float mean = __fadd_rn(__fdiv_rn(sum, static_cast<float>(cols)), eps);
-  return static_cast<float>(__ddiv_rn(1.0, __dsqrt_rn(static_cast<double>(mean))));
-}
-
-template <class T, bool kWide, class RowType, class Load>
-__device__ Normalise<T, kWide> statistics(const RowPassArgs& args, RowType& row, Load load) {
-  const int cols = static_cast<int>(args.cols);
-  float mean = 0.0F;
-  if (args.norm == Norm::kLayer) {
-    mean = __fdiv_rn(row.sum(load, [](float v, int) { return v; }), static_cast<float>(cols));
-  }
-  const float sum = row.sum(load, [&](float v, int col) {
-    const float d = __fsub_rn(v, mean);
-    return kWide || col < cols ? __fmul_rn(d, d) : 0.0F;
-  });
-  return {args, mean, inverse_root(sum, cols, args.eps)};
+  return __fdiv_rn(1.0F, __fsqrt_rn(mean));
 }
 
 template <bool kWide, class T>
@@ -285,15 +315,9 @@ __device__ void write(const RowPassArgs& args, int64_t row, int thread, Each eac
   }
   float r = 0.0F;
   if (args.scales != nullptr) {
-    float amax = 0.0F;
-    each([&](const Pack<T>& pack, int) {
-#pragma unroll
-      for (int j = 0; j < kPack; ++j) {
-        const float v = fabsf(to_float(pack.values[j]));
-        amax = v > amax || v != v ? v : amax;
-      }
-    });
-    const float scale = scale_of(row_max<kThreads>(amax));
+    Largest<T> largest;
+    each([&](const Pack<T>& pack, int) { largest.take(pack); });
+    const float scale = scale_of(row_max<kThreads>(largest.value()));
     if (thread == 0) args.scales[row] = scale;
     r = reciprocal(scale);
   } else {
@@ -302,14 +326,51 @@ __device__ void write(const RowPassArgs& args, int64_t row, int thread, Each eac
   int8_t* q = args.q + row * args.cols;
   each([&](const Pack<T>& pack, int index) {
     Pack<int8_t> out;
-#pragma unroll
-    for (int j = 0; j < kPack; ++j) out.values[j] = requantize(to_float(pack.values[j]), r, -127);
+    round_to(widen(pack).values, -127, r, out.values);
     store<kWide>(q, index, cols, out);
   });
 }
 
 template <int kThreads>
 constexpr int kBlockOf = kThreads == 32 ? 128 : kThreads;
+
+// Layer or RMS norm of a row: `row` holds it in fp32, `source` reads it in T.
+template <class T, int kThreads, int kPacks>
+__device__ void normalise_row(const RowPassArgs& args, const Source<T, RowOp::kNorm, (kPacks > 0)>& source,
+                              int64_t row_index, int thread, int count) {
+  constexpr bool kWide = kPacks > 0;
+  __shared__ float of_group[2][kMaxGroups<kThreads, kPacks>];
+  const int cols = static_cast<int>(args.cols);
+  float mean = 0.0F;
+  const auto centred = [&](int index, int i) {
+    Pack<float> pack = widen(source(index, i));
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) pack.values[j] = __fsub_rn(pack.values[j], mean);
+    return pack;
+  };
+  Row<float, kThreads, kPacks> row(thread, count);
+  row.fill([&](int index, int i) { return widen(source(index, i)); });
+  if (args.sum != nullptr) {
+    T* sum = static_cast<T*>(args.sum) + row_index * args.cols;
+    const auto load = [&](int index, int i) { return widen(source(index, i)); };
+    row.for_each(load, [&](const Pack<float>& pack, int i) { store<kWide>(sum, i, cols, narrow<T>(pack)); });
+  }
+  if (args.norm == Norm::kLayer) {
+    mean = __fdiv_rn(row.sum(centred, [](float v, int) { return v; }, of_group[0]), static_cast<float>(cols));
+    if constexpr (kWide) {
+      row.for_each(centred, [&](Pack<float>& pack, int) {
+#pragma unroll
+        for (int j = 0; j < kPack; ++j) pack.values[j] = __fsub_rn(pack.values[j], mean);
+      });
+    }
+  }
+  const auto square = [&](float v, int col) { return kWide || col < cols ? __fmul_rn(v, v) : 0.0F; };
+  const Normalise<T, kWide> normalise{args, inverse_root(row.sum(centred, square, of_group[1]), cols, args.eps)};
+  const auto finished = [&](int index, int i) { return normalise(kWide ? row.packs[i] : centred(index, i), index); };
+  Row<T, kThreads, kPacks> result(thread, count);
+  result.fill(finished);
+  write<T, kThreads, kWide>(args, row_index, thread, [&](auto f) { result.for_each(finished, f); });
+}
 
 // kPacks 0 takes rows of any length and alignment.
 template <class T, RowOp kOp, int kThreads, int kPacks>
@@ -319,29 +380,15 @@ __global__ void __launch_bounds__(kBlockOf<kThreads>) row_pass_kernel(const RowP
   wait_for_earlier_kernels();
   let_later_kernels_start();
   if (row_index >= args.rows) return;  // whole warps: where more of them share a row, a block is one row
-  const Source<T, kOp, kWide> load(args, row_index);
-  Row<T, kThreads, kPacks> row;
-  row.thread = static_cast<int>(threadIdx.x) % kThreads;
-  row.count = static_cast<int>((args.cols + kPack - 1) / kPack);
-  row.fill(load);
-  if constexpr (kOp != RowOp::kNorm) {
-    write<T, kThreads, kWide>(args, row_index, row.thread, [&](auto f) { row.for_each(load, f); });
+  const Source<T, kOp, kWide> source(args, row_index);
+  const int thread = static_cast<int>(threadIdx.x) % kThreads;
+  const int count = static_cast<int>((args.cols + kPack - 1) / kPack);
+  if constexpr (kOp == RowOp::kNorm) {
+    normalise_row<T, kThreads, kPacks>(args, source, row_index, thread, count);
   } else {
-    if (args.sum != nullptr) {
-      T* sum = static_cast<T*>(args.sum) + row_index * args.cols;
-      row.for_each(load, [&](const Pack<T>& pack, int i) { store<kWide>(sum, i, static_cast<int>(args.cols), pack); });
-    }
-    const Normalise<T, kWide> normalise = statistics<T, kWide>(args, row, load);
-    if constexpr (kWide) row.for_each(load, [&](Pack<T>& pack, int i) { pack = normalise(pack, i); });
-    write<T, kThreads, kWide>(args, row_index, row.thread, [&](auto f) {
-      row.for_each(load, [&](const Pack<T>& pack, int i) {
-        if constexpr (kWide) {
-          f(pack, i);
-        } else {
-          f(normalise(pack, i), i);
-        }
-      });
-    });
+    Row<T, kThreads, kPacks> row(thread, count);
+    row.fill(source);
+    write<T, kThreads, kWide>(args, row_index, thread, [&](auto f) { row.for_each(source, f); });
   }
 }
 

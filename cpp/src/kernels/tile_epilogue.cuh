@@ -28,70 +28,91 @@ template <int kTokens, int kChannels>
 struct TileVectors {
   alignas(16) float w_scale[kChannels];
   alignas(16) float bias[kChannels];
-  alignas(16) int32_t w_sum[kChannels];
+  alignas(16) int32_t minus_w_sum[kChannels];
   alignas(16) float x_scale[kTokens];
   alignas(16) int32_t x_zero[kTokens];
   float out_inverse;  // 1 / out_scale of an int8 output
 };
 
-template <class T, int kCount>
-__device__ inline void load_bias_as(const void* bias, int first, int step, int last, float (&values)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) values[i] = to_float(static_cast<const T*>(bias)[min(first + step * i, last)]);
-}
-
-template <int kCount>
-__device__ inline void load_bias(const EpilogueArgs& e, int first, int step, int last, float (&values)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) values[i] = -0.0F;
-  if (e.bias == nullptr) return;
-  switch (e.bias_type) {
+__device__ inline float bias_of(uint32_t bits, DType type) {
+  switch (type) {
     case DType::kFloat16:
-      return load_bias_as<__half>(e.bias, first, step, last, values);
+      return to_float(__ushort_as_half(static_cast<uint16_t>(bits)));
     case DType::kBFloat16:
-      return load_bias_as<__nv_bfloat16>(e.bias, first, step, last, values);
+      return to_float(__ushort_as_bfloat16(static_cast<uint16_t>(bits)));
     default:
-      return load_bias_as<float>(e.bias, first, step, last, values);
+      return __uint_as_float(bits);
   }
 }
 
-// kThreads threads read the vectors of the tile at (m0, n0); all loads of a kind are in flight together. The weights'
-// vectors may come before earlier kernels have finished, where nothing in flight writes them.
+// The vectors of the tile at (m0, n0) on their way from global memory into the registers of kThreads threads. Nothing
+// here uses what it loads, so that all loads are in flight together, and beside whatever stands between load() and
+// store(). The weights' vectors may come before earlier kernels have finished, where nothing in flight writes them.
+template <int kThreads, int kTokens, int kChannels>
+struct PendingVectors {
+  static constexpr int kOfChannels = (kChannels + kThreads - 1) / kThreads;
+  static constexpr int kOfTokens = (kTokens + kThreads - 1) / kThreads;
+  float w_scale[kOfChannels];
+  uint32_t bias[kOfChannels];
+  float x_scale[kOfTokens];
+  float out_scale;
+
+  __device__ void load(const EpilogueArgs& e, const TileOutput& output, int m0, int n0, bool constant_weight,
+                       int thread) {
+    if (!constant_weight) wait_for_earlier_kernels();
+#pragma unroll
+    for (int i = 0; i < kOfChannels; ++i) {
+      w_scale[i] = scale_at(e.w_scale, min(n0 + thread + kThreads * i, output.n - 1));
+    }
+    load_bias(e, output, n0 + thread);
+    wait_for_earlier_kernels();
+#pragma unroll
+    for (int i = 0; i < kOfTokens; ++i) x_scale[i] = scale_at(e.x_scale, min(m0 + thread + kThreads * i, output.m - 1));
+    out_scale = scale_at(e.out_scale, 0);
+  }
+
+  __device__ void load_bias(const EpilogueArgs& e, const TileOutput& output, int first) {
+    const bool half = e.bias_type != DType::kFloat32;
+#pragma unroll
+    for (int i = 0; i < kOfChannels; ++i) {
+      const int n = min(first + kThreads * i, output.n - 1);
+      bias[i] = 0;
+      if (e.bias == nullptr) continue;
+      bias[i] = half ? static_cast<const uint16_t*>(e.bias)[n] : static_cast<const uint32_t*>(e.bias)[n];
+    }
+  }
+
+  __device__ void store(const EpilogueArgs& e, const TileOutput& output, int m0, int n0, int thread,
+                        TileVectors<kTokens, kChannels>& vectors) const {
+    const bool asymmetric = e.w_sum != nullptr;
+    for (int i = thread; i < kChannels; i += kThreads) {
+      vectors.minus_w_sum[i] = asymmetric ? -e.w_sum[min(n0 + i, output.n - 1)] : 0;
+    }
+    for (int i = thread; i < kTokens; i += kThreads) {
+      vectors.x_zero[i] = asymmetric ? zero_at(e.x_zero, min(m0 + i, output.m - 1)) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kOfChannels; ++i) {
+      const int n = thread + kThreads * i;
+      if (n >= kChannels) break;
+      vectors.w_scale[n] = w_scale[i];
+      vectors.bias[n] = e.bias == nullptr ? -0.0F : bias_of(bias[i], e.bias_type);
+    }
+#pragma unroll
+    for (int i = 0; i < kOfTokens; ++i) {
+      const int m = thread + kThreads * i;
+      if (m < kTokens) vectors.x_scale[m] = x_scale[i];
+    }
+    if (output.type == DType::kInt8 && thread == 0) vectors.out_inverse = reciprocal(out_scale);
+  }
+};
+
 template <int kThreads, int kTokens, int kChannels>
 __device__ void load_vectors(const EpilogueArgs& e, const TileOutput& output, int m0, int n0, bool constant_weight,
                              int thread, TileVectors<kTokens, kChannels>& vectors) {
-  constexpr int kOfChannels = (kChannels + kThreads - 1) / kThreads;
-  constexpr int kOfTokens = (kTokens + kThreads - 1) / kThreads;
-  float w_scale[kOfChannels];
-  float bias[kOfChannels];
-  float x_scale[kOfTokens];
-  if (!constant_weight) wait_for_earlier_kernels();
-#pragma unroll
-  for (int i = 0; i < kOfChannels; ++i) w_scale[i] = scale_at(e.w_scale, min(n0 + thread + kThreads * i, output.n - 1));
-  load_bias(e, n0 + thread, kThreads, output.n - 1, bias);
-  wait_for_earlier_kernels();
-#pragma unroll
-  for (int i = 0; i < kOfTokens; ++i) x_scale[i] = scale_at(e.x_scale, min(m0 + thread + kThreads * i, output.m - 1));
-  if (output.type == DType::kInt8 && thread == 0) vectors.out_inverse = reciprocal(scale_at(e.out_scale, 0));
-  const bool asymmetric = e.w_sum != nullptr;
-  for (int i = thread; i < kChannels; i += kThreads) {
-    vectors.w_sum[i] = asymmetric ? e.w_sum[min(n0 + i, output.n - 1)] : 0;
-  }
-  for (int i = thread; i < kTokens; i += kThreads) {
-    vectors.x_zero[i] = asymmetric ? zero_at(e.x_zero, min(m0 + i, output.m - 1)) : 0;
-  }
-#pragma unroll
-  for (int i = 0; i < kOfChannels; ++i) {
-    const int n = thread + kThreads * i;
-    if (n >= kChannels) break;
-    vectors.w_scale[n] = w_scale[i];
-    vectors.bias[n] = bias[i];
-  }
-#pragma unroll
-  for (int i = 0; i < kOfTokens; ++i) {
-    const int m = thread + kThreads * i;
-    if (m < kTokens) vectors.x_scale[m] = x_scale[i];
-  }
+  PendingVectors<kThreads, kTokens, kChannels> pending;
+  pending.load(e, output, m0, n0, constant_weight, thread);
+  pending.store(e, output, m0, n0, thread, vectors);
 }
 
 // What one of kThreads threads finishes: kPiece channels, always the same, of every kStep-th token of a part of the
@@ -135,7 +156,7 @@ __device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, con
   for (int j = 0; j < kPiece; ++j) {
     operands.w_scale[j] = vectors.w_scale[share.n + j];
     operands.bias[j] = vectors.bias[share.n + j];
-    operands.w_sum[j] = vectors.w_sum[share.n + j];
+    operands.minus_w_sum[j] = vectors.minus_w_sum[share.n + j];
     operands.residual[j] = -0.0F;
     at.n[j] = share.n0 + share.n + j;
   }
@@ -157,7 +178,10 @@ __device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, con
     }
     if (adds) load_residual_row<true>(at, e, operands.residual);
     Out values[kPiece];
-    epilogue<kActivation>(acc, operands, e.clamp_low, vectors.out_inverse, values);
+    const auto activate = [](auto& t) {
+      if constexpr (kActivation != Activation::kNone) activate_all<kActivation, Out>(t);
+    };
+    epilogue<Out>(acc, operands, activate, e.clamp_low, vectors.out_inverse, values);
     if (share.stores) store_piece<true>(out, at, values);
     out += Share::kStep * output.ldo;
   }
@@ -182,13 +206,18 @@ __device__ void finish_narrow(const EpilogueArgs& e, const TileOutput& output, c
       at.n[j] = share.n0 + share.n + j;
       operands.w_scale[j] = vectors.w_scale[share.n + j];
       operands.bias[j] = vectors.bias[share.n + j];
-      operands.w_sum[j] = vectors.w_sum[share.n + j];
+      operands.minus_w_sum[j] = vectors.minus_w_sum[share.n + j];
       operands.x_scale[j] = vectors.x_scale[m];
       operands.x_zero[j] = vectors.x_zero[m];
+      operands.residual[j] = -0.0F;
     }
-    if (!std::is_same_v<Out, int32_t> && e.residual != nullptr) load_residual(at, e, operands.residual);
+    if (!std::is_same_v<Out, int32_t> && e.residual != nullptr && share.stores) {
+      load_residual(at, e, operands.residual);
+    }
     Out values[kPiece];
-    epilogue<Out, false>(acc, operands, e, values);
+    const auto activate = [&](auto& t) { activate_by<Out, false>(e.activation, t); };
+    epilogue<Out>(acc, operands, activate, e.clamp_low, vectors.out_inverse, values);
+    if (!share.stores) continue;
     store_piece<false>(static_cast<Out*>(output.out) + static_cast<int64_t>(at.m[0]) * output.ldo + at.n[0], at,
                        values);
   }
@@ -197,10 +226,7 @@ __device__ void finish_narrow(const EpilogueArgs& e, const TileOutput& output, c
 template <class Out, int kPitch, class Share, class Vectors>
 __device__ void finish_as(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
                           const int32_t* accs) {
-  if (!output.wide) {
-    if (share.stores) finish_narrow<Out, kPitch>(e, output, vectors, share, accs);
-    return;
-  }
+  if (!output.wide) return finish_narrow<Out, kPitch>(e, output, vectors, share, accs);
   if constexpr (!std::is_same_v<Out, int32_t>) {
     if (e.activation == Activation::kRelu) {
       return finish_wide<Out, Activation::kRelu, kPitch>(e, output, vectors, share, accs);

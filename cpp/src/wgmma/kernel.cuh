@@ -71,47 +71,69 @@ struct Place {
 // that the copy engine has to fill with zeros cost it more than rows that it reads. What lies in the ring below them
 // gives accumulators that nobody stores.
 template <class Tile>
-__device__ void produce(const KernelArgs& args, const Place& place, typename Tile::Shared& shared, uint8_t* ring) {
-  constexpr int kTokenOffset = Tile::kSwap ? Tile::kBytesA : 0;
-  constexpr int kWeightOffset = Tile::kSwap ? 0 : Tile::kBytesA;
-  const int m0 = (Tile::kSwap ? place.tile_c : place.tile_r) * Tile::kTokens;
-  const int n0 = (Tile::kSwap ? place.tile_r : place.tile_c) * Tile::kChannels;
-  const int tokens = min(Tile::kTokens, args.output.m - m0);
-  const CUtensorMap& x_map = tokens < Tile::kTokens ? args.x_rest_map : args.x_map;
-  const uint32_t bytes = static_cast<uint32_t>(Tile::kChannels + tokens) * kBlockK;
+struct Producer {
+  static constexpr int kTokenOffset = Tile::kSwap ? Tile::kBytesA : 0;
+  static constexpr int kWeightOffset = Tile::kSwap ? 0 : Tile::kBytesA;
+  const KernelArgs& args;
+  const Place& place;
+  typename Tile::Shared& shared;
+  uint8_t* ring;
+  const CUtensorMap& x_map;
+  int m0, n0;
+  uint32_t bytes;  // of a stage
 
-  const auto load = [&](const CUtensorMap& map, int i, int stage, int offset, int row) {
+  __device__ Producer(const KernelArgs& args, const Place& place, typename Tile::Shared& shared, uint8_t* ring, int m0,
+                      int n0)
+      : args(args),
+        place(place),
+        shared(shared),
+        ring(ring),
+        x_map(args.output.m - m0 < Tile::kTokens ? args.x_rest_map : args.x_map),
+        m0(m0),
+        n0(n0),
+        bytes(static_cast<uint32_t>(Tile::kChannels + min(Tile::kTokens, args.output.m - m0)) * kBlockK) {}
+
+  __device__ void load(const CUtensorMap& map, int i, int stage, int offset, int row) {
     constexpr uint64_t kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
     cute::SM90_TMA_LOAD_2D::copy(&map, reinterpret_cast<uint64_t*>(&shared.full[stage]), kNormal,
                                  ring + stage * Tile::kStageBytes + offset, (place.k_begin + i) * kBlockK, row);
-  };
-  const auto load_weights = [&](int i, int stage) {
+  }
+  __device__ void load_weights(int i, int stage) {
     shared.full[stage].arrive_and_expect_tx(bytes);
     load(args.w_map, i, stage, kWeightOffset, n0);
-  };
-  const auto load_tokens = [&](int i, int stage) { load(x_map, i, stage, kTokenOffset, m0); };
+  }
+  __device__ void load_tokens(int i, int stage) { load(x_map, i, stage, kTokenOffset, m0); }
 
-  const int first = min(args.stages, place.k_count);
-  if (args.constant_weight) {
-    for (int i = 0; i < first; ++i) load_weights(i, i);
-  }
-  wait_for_earlier_kernels();
-  let_later_kernels_start();
-  for (int i = 0; i < first; ++i) {
-    if (!args.constant_weight) load_weights(i, i);
-    load_tokens(i, i);
-  }
-  uint32_t phase = 0;
-  for (int i = first, stage = 0; i < place.k_count; ++i) {
-    shared.empty[stage].wait(phase);
-    load_weights(i, stage);
-    load_tokens(i, stage);
-    if (++stage == args.stages) {
-      stage = 0;
-      phase ^= 1;
+  // All stages once, as soon as their barriers are there.
+  __device__ void fill() {
+    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.w_map));
+    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&x_map));
+    const int first = min(args.stages, place.k_count);
+    if (args.constant_weight) {
+      for (int i = 0; i < first; ++i) load_weights(i, i);
+    }
+    wait_for_earlier_kernels();
+    for (int i = 0; i < first; ++i) {
+      if (!args.constant_weight) load_weights(i, i);
+      load_tokens(i, i);
     }
   }
-}
+
+  // The rest, as stages come free.
+  __device__ void refill() {
+    let_later_kernels_start();
+    uint32_t phase = 0;
+    for (int i = args.stages, stage = 0; i < place.k_count; ++i) {
+      shared.empty[stage].wait(phase);
+      load_weights(i, stage);
+      load_tokens(i, stage);
+      if (++stage == args.stages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+  }
+};
 
 // This warpgroup's product over the block's slice of K.
 template <class Tile>
@@ -205,6 +227,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
   const bool rehearses = thread >= Tile::kVectors;
   const bool split = args.split > 1;
 
+  Producer<Tile> feed(args, place, shared, ring, m0, n0);
   if (producer) {
     const int lane = thread - Tile::kProducer;
     if (lane < args.stages) {
@@ -212,22 +235,22 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
       shared.empty[lane].init(Tile::kWarpgroups);
       cutlass::arch::fence_barrier_init();
     }
-    if (lane == 0) {
-      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.w_map));
-      cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.x_map));
-    }
+    __syncwarp();
+    if (lane == 0) feed.fill();  // before the other warps have arrived
+    __syncwarp();
   }
   __syncthreads();
 
   auto* parked = reinterpret_cast<int32_t*>(ring);
   const int32_t* accs = parked;
   typename Tile::Share share(args.output, m0, n0, place.rank_k, args.split, thread);
+  PendingVectors<32, Tile::kTokens, Tile::kChannels> pending;
   if (rehearses) {
-    load_vectors<32>(args.epilogue, args.output, m0, n0, args.constant_weight, thread - Tile::kVectors, shared.vectors);
+    pending.load(args.epilogue, args.output, m0, n0, args.constant_weight, thread - Tile::kVectors);
     share.rehearse();
     accs = reinterpret_cast<const int32_t*>(&shared.vectors);  // whatever lies there: nothing comes of it
   } else if (producer) {
-    if (thread == Tile::kProducer) produce<Tile>(args, place, shared, ring);
+    if (thread == Tile::kProducer) feed.refill();
     share.m_end = 0;
   } else {
     uint32_t d[Tile::kCols / 2];
@@ -242,6 +265,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
   // cluster, which have to outlive each other's reads.
   for (int pass = rehearses ? 0 : 1; pass < 2; ++pass) {
     if (pass == 1) {
+      if (rehearses) pending.store(args.epilogue, args.output, m0, n0, thread - Tile::kVectors, shared.vectors);
+      __syncwarp();
       if (split) {
         cute::cluster_sync();
         if (!rehearses) add_other_blocks<Tile>(args, place, share, parked);

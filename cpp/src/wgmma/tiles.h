@@ -24,8 +24,7 @@
   X(1, 80, kSwapped)                      \
   X(1, 96, kSwapped)                      \
   X(1, 112, kSwapped)                     \
-  X(1, 128, kSwapped)                     \
-  X(2, 48, kSwapped)
+  X(1, 128, kSwapped)
 
 #define OCTOFUSE_WGMMA_SWAPPED_TILES(X) \
   X(2, 80, kSwapped)                    \

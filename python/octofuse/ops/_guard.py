@@ -29,9 +29,10 @@ def goes_direct(*arguments: Any) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    for argument in arguments:
-        if type(argument) not in _PLAIN and isinstance(argument, Tensor):
-            return False
+    if not _PLAIN.issuperset(map(type, arguments)):
+        for argument in arguments:
+            if type(argument) not in _PLAIN and isinstance(argument, Tensor):
+                return False
     return not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 

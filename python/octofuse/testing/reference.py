@@ -144,7 +144,9 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, c
     if center:
         v = v - row_sum(v) / length
     variance = row_sum(v * v) / length + torch.tensor(eps, dtype=torch.float32, device=v.device)
-    t = v * (1 / torch.sqrt(variance.double())).float()
+    # Through double: torch's fp32 square root on a CPU may be off by an ulp, and this one rounds to the exact one.
+    root = torch.sqrt(variance.double()).float()
+    t = v * (torch.ones_like(root) / root)
     if weight is not None:
         t = t * weight.float()
     if bias is not None:
