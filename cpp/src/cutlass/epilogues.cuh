@@ -12,12 +12,14 @@
 
 namespace octofuse {
 
+// Nothing here is read through __ldg: the compiler takes what that reads for constant and moves it above
+// griddepcontrol.wait, that is, before the kernel that writes it has finished.
 __device__ inline float scale_at(const ScaleView& scale, int64_t index) {
-  return scale.data != nullptr ? __ldg(scale.data + index * scale.step) : scale.value;
+  return scale.data != nullptr ? scale.data[index * scale.step] : scale.value;
 }
 
 __device__ inline int32_t zero_at(const IntView& zero, int64_t index) {
-  return zero.data != nullptr ? __ldg(zero.data + index * zero.step) : zero.value;
+  return zero.data != nullptr ? zero.data[index * zero.step] : zero.value;
 }
 
 // 1 / s rounded once to fp32 for every s, without a subroutine call (a call in a kernel serialises its wgmmas): a
@@ -218,7 +220,7 @@ __device__ inline void load_channel_operands(const Coordinates<kSize>& at, const
   for (int i = 0; i < kSize; ++i) {
     operands.w_scale[i] = scale_at(args.w_scale, at.column(i));
     if (args.bias != nullptr) operands.bias[i] = load_as_float(args.bias, args.bias_type, at.column(i));
-    if (args.w_sum != nullptr) operands.minus_w_sum[i] = -__ldg(args.w_sum + at.column(i));
+    if (args.w_sum != nullptr) operands.minus_w_sum[i] = -args.w_sum[at.column(i)];
   }
 }
 

@@ -176,6 +176,7 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocksPerSm) gemm_skinny(cons
     }
     store<Tile>(sums + thread / 32 * Tile::kSums, lane, acc);
   }
+  __syncwarp();  // the vector warp's lanes have left their loops one by one
   __syncthreads();
   add_warps<Tile>(share, sums);
   finish_few<Tile::kPitch>(args.epilogue, args.output, vectors, share, sums);

@@ -115,6 +115,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kTokens, kRows>)
     stream.multiply(args.k_warps * kSpan);
     stream.store(sums + warp * kRows, lane);
   }
+  __syncwarp();  // the vector warp's lanes have left their loops one by one
   __syncthreads();
   if (share.m >= share.m_end) return;
   const int32_t* parts = sums + (share.m * kStreams + share.n / kRows * args.k_warps) * kRows + share.n % kRows;

@@ -143,8 +143,8 @@ __device__ void read_vectors(const KernelArgs& args, typename Tile::Shared& shar
     shared.vectors_empty[turn].wait(phase ^ 1);
     load_vectors<32>(args.epilogue, args.output, tile.tile_m * Tile::kRows, tile.tile_n * Tile::kCols,
                      args.constant_weight, lane, shared.vectors[turn]);
+    shared.vectors_full[turn].arrive();
     __syncwarp();
-    if (lane == 0) shared.vectors_full[turn].arrive();
     phase ^= static_cast<uint32_t>(turn);
     turn ^= 1;
   }
@@ -227,7 +227,7 @@ __device__ void finish_pieces(const KernelArgs& args, const TileWalk& tile, cons
     buffer ^= 1;
   }
   __syncwarp();
-  cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(turn));  // the vectors and the staging may change
+  cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(turn));  // the staging may change
 }
 
 template <class Tile, class Epilogue>
@@ -246,7 +246,7 @@ __device__ void consume_tiles(const KernelArgs& args, typename Tile::Shared& sha
     shared.vectors_full[turn].wait(phase);
     phase ^= 1;
     finish_pieces<Tile, Epilogue>(args, tile, shared, staging, turn, thread, d);
-    if (thread == 0) shared.vectors_empty[turn].arrive();
+    shared.vectors_empty[turn].arrive();
   }
 }
 
@@ -267,8 +267,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_pingpong(const __grid_
     }
     for (int turn = 0; turn < Tile::kTurns; ++turn) {
       shared.turn_over[turn].init(1);
-      shared.vectors_full[turn].init(1);
-      shared.vectors_empty[turn].init(1);
+      shared.vectors_full[turn].init(32);
+      shared.vectors_empty[turn].init(128);
     }
     cutlass::arch::fence_barrier_init();
   }
