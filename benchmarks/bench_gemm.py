@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import linear
 
 import octofuse
-from octofuse.testing.timing import device_time, host_time, overlap
+from octofuse.testing.timing import Captured, device_time, device_times, host_time, overlap
 
 LARGE = (
     (1024, 2304, 768), (1024, 768, 768), (1024, 3072, 768), (1024, 768, 3072), (8192, 3072, 768), (2048, 1920, 1920),
@@ -46,10 +46,10 @@ def int_mm(s: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return (torch._int_mm(x, w.t()).float() * w_scale * x_scale + bias).half()
 
 
-def dynamic_peers(sets: list[tuple[torch.Tensor, ...]]) -> dict[str, float]:
+def dynamic_peers(sets: list[tuple[torch.Tensor, ...]]) -> dict[str, Captured]:
     """int8 linears of other libraries, where they are installed: fp16 in, fp16 out, quantisation included."""
     halves = [(x.half(), w.half(), bias) for x, w, _, _, bias in sets[: max(2, len(sets) // 2)]]
-    row = {}
+    found = {}
     for name, convert in (
         ("torchao", torchao_linear),
         ("gemlite", gemlite_linear),
@@ -59,12 +59,12 @@ def dynamic_peers(sets: list[tuple[torch.Tensor, ...]]) -> dict[str, float]:
             continue
         try:
             layers = [convert(w, bias) for _, w, bias in halves]
-            row[f"{name} int8"] = device_time(
+            found[f"{name} int8"] = Captured(
                 [lambda x=x, f=f: f(x) for (x, _, _), f in zip(halves, layers, strict=True)]
             )
         except Exception as error:  # a peer that cannot run this shape is no reason to stop
             print(f"{name}: {type(error).__name__}: {error}")
-    return row
+    return found
 
 
 def float_linear(w: torch.Tensor, bias: torch.Tensor) -> torch.nn.Linear:
@@ -95,46 +95,56 @@ def bitsandbytes_linear(w: torch.Tensor, bias: torch.Tensor) -> Callable[[torch.
     return layer.to(w.device)
 
 
-def peers(sets: list[tuple[torch.Tensor, ...]], m: int) -> dict[str, float]:
+def peers(sets: list[tuple[torch.Tensor, ...]], m: int) -> dict[str, Captured]:
     halves = [(x.half(), w.half(), bias) for x, w, _, _, bias in sets[: max(2, len(sets) // 2)]]
-    row = {"fp16 F.linear": device_time([lambda s=s: linear(*s) for s in halves])}
+    found = {"fp16 F.linear": Captured([lambda s=s: linear(*s) for s in halves])}
     one = torch.ones((), device="cuda")
     eights = [(x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn).t()) for x, w, _ in halves]
-    row["fp8 _scaled_mm"] = device_time(
+    found["fp8 _scaled_mm"] = Captured(
         [lambda s=s: torch._scaled_mm(s[0], s[1], one, one, out_dtype=torch.float16) for s in eights]
     )
     if m > 16:  # torch refuses fewer rows
-        row["torch._int_mm"] = device_time([lambda s=s: torch._int_mm(s[0], s[1].t()) for s in sets])
-        row["_int_mm + eager dequantise"] = device_time([lambda s=s: int_mm(s) for s in sets])
+        found["torch._int_mm"] = Captured([lambda s=s: torch._int_mm(s[0], s[1].t()) for s in sets])
+        found["_int_mm + eager dequantise"] = Captured([lambda s=s: int_mm(s) for s in sets])
     octofuse.tune_cublaslt(sets[0][0], sets[0][1])  # the best of its algorithms, not its first guess
-    row["cublaslt int32 (raw)"] = device_time(
+    found["cublaslt int32 (raw)"] = Captured(
         [lambda s=s: octofuse.i8i32_matmul(s[0], s[1], engine="cublaslt") for s in sets]
     )
-    row["peer's tile"] = device_time([lambda s=s: octofuse.i8f16_linear(*s, engine=PEER) for s in sets])
-    return row
+    return found
 
 
-def times_of(calls: list[Callable[[], Any]]) -> float:
+def own(sets: list[tuple[torch.Tensor, ...]]) -> dict[str, Captured]:
+    def linear_of(s: tuple[torch.Tensor, ...], **more: Any) -> torch.Tensor:
+        return octofuse.i8f16_linear(*s, **more)
+
+    def quantised(s: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        q, scale = octofuse.quantize_per_token(s[0])
+        return octofuse.i8f16_linear(q, s[1], scale, s[3], s[4], constant_weight=True)
+
+    halves = [(s[0].half(), *s[1:]) for s in sets]
     with overlap(False):
-        return device_time(calls)
+        found = {
+            "peer's tile": Captured([lambda s=s: linear_of(s, engine=PEER) for s in sets]),
+            "octofuse alone": Captured([lambda s=s: linear_of(s) for s in sets]),
+            "int8 out, gelu_tanh": Captured(
+                [lambda s=s: octofuse.i8i8_linear(*s, out_scale=0.05, activation="gelu_tanh") for s in sets]
+            ),
+            "quantise + linear alone": Captured([lambda s=s: quantised(s) for s in halves]),
+        }
+    found["octofuse chained"] = Captured([lambda s=s: linear_of(s, constant_weight=True) for s in sets])
+    found["quantise + linear chained"] = Captured([lambda s=s: quantised(s) for s in halves])
+    return found
 
 
 def run(smoke: bool) -> dict[str, Any]:
     rows = []
     for m, n, k in (*LARGE[:1], *SMALL[:1]) if smoke else (*LARGE, *SMALL):
         sets = operand_sets(m, n, k)
-        row: dict[str, Any] = {"M": m, "N": n, "K": k, **peers(sets, m), **dynamic_peers(sets)}
-        row["octofuse alone"] = times_of([lambda s=s: octofuse.i8f16_linear(*s) for s in sets])
-        row["octofuse chained"] = device_time(
-            [lambda s=s: octofuse.i8f16_linear(*s, constant_weight=True) for s in sets]
-        )
-        row["int8 out, gelu_tanh"] = times_of(
-            [lambda s=s: octofuse.i8i8_linear(*s, out_scale=0.05, activation="gelu_tanh") for s in sets]
-        )
-        row["quantise + linear"] = with_quantisation(sets)
+        graphs = {**peers(sets, m), **dynamic_peers(sets), **own(sets)}
         if (m, n, k) in COMPILED:
             compiled = torch.compile(int_mm, dynamic=False)
-            row["_int_mm + dequantise, torch.compile"] = device_time([lambda s=s, f=compiled: f(s) for s in sets])
+            graphs["_int_mm + dequantise, torch.compile"] = Captured([lambda s=s, f=compiled: f(s) for s in sets])
+        row: dict[str, Any] = {"M": m, "N": n, "K": k, **device_times(graphs, repeats=25 if m * n * k < 1e11 else 9)}
         row["kernel"] = octofuse.explain(sets[0][0], sets[0][1]).chosen
         row["TOPS"] = 2 * m * n * k / row["octofuse alone"] / 1e6
         row["GB/s"] = (n * k + m * k + 2 * m * n) / row["octofuse alone"] / 1e3
@@ -142,17 +152,6 @@ def run(smoke: bool) -> dict[str, Any]:
         row["over peer's tile"] = row["peer's tile"] / row["octofuse alone"]
         rows.append(row)
     return {"unit": "us", "rows": rows, "host_us_per_call": host_times(), "curves": {} if smoke else curves()}
-
-
-def with_quantisation(sets: list[tuple[torch.Tensor, ...]]) -> float:
-    """fp16 in, fp16 out: per-token quantisation and the product, alone."""
-    halves = [(s[0].half(), *s[1:]) for s in sets]
-
-    def call(s: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        q, scale = octofuse.quantize_per_token(s[0])
-        return octofuse.i8f16_linear(q, s[1], scale, s[3], s[4])
-
-    return times_of([lambda s=s: call(s) for s in halves])
 
 
 def curves() -> dict[str, dict[str, list[float]]]:

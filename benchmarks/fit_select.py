@@ -3,7 +3,7 @@
     python benchmarks/sweep_gemm.py --out benchmarks/results/h200      # on the GPU: sweep.json
     python benchmarks/fit_select.py benchmarks/results/h200/sweep.json # anywhere that octofuse is installed
 
-For every kernel it fits the four non-negative numbers of candidates.h's TimeModel, near-best points weighing most, and for
+For every kernel it fits the five non-negative numbers of candidates.h's TimeModel, near-best points weighing most, and for
 every swept shape it keeps the kernel that was fastest. Prints how far the models' choices lie from the best.
 """
 
@@ -26,16 +26,20 @@ HEADER = "// Written by benchmarks/fit_select.py from {source} (cpp {cpp}, {devi
 
 
 def features(name: str, m: int, n: int, k: int) -> list[float]:
+    """What features_of() in candidates.cpp gives."""
     tile_m, tile_n = map(int, re.search(r"/(\d+)x(\d+)", name).groups())
-    split = int((re.search(r"_split(\d)", name) or [0, 1])[1])
-    per_sm = int((re.search(r"_x(\d)$", name) or [0, 1])[1])
+    tokens, across = min(tile_m, m), math.ceil(n / tile_n)
     megabytes = n * k / 1e6
     if name.startswith("skinny"):
-        waves = math.ceil(math.ceil(n / tile_n) / (3 * SMS))
-        return [1, waves, megabytes, m * megabytes / tile_n / 8]
-    blocks = math.ceil(m / tile_m) * math.ceil(n / tile_n) * split
-    waves = math.ceil(blocks / (USABLE[split] * per_sm))
-    return [1, waves, waves * math.ceil(math.ceil(k / 128) / split), megabytes]
+        depth = re.search(r"x(\d+)$", name)
+        step = 4096 if name.endswith("_dp4a") else 8 * int(depth[1])
+        return [1, math.ceil(across / (3 * SMS)), megabytes, across * tokens * k / 8e6, math.ceil(k / step)]
+    split = int((re.search(r"_split(\d)", name) or [0, 1])[1])
+    per_sm = int((re.search(r"_x(\d)$", name) or [0, 1])[1])
+    tiles = math.ceil(m / tile_m) * across
+    waves = math.ceil(tiles * split / (USABLE[split] * per_sm))
+    steps = math.ceil(tiles * split / USABLE[split]) * math.ceil(math.ceil(k / 128) / split)
+    return [1, waves, steps, megabytes, tiles * (tokens + tile_n) * k / 1e6]
 
 
 def braces(values: Iterable[object]) -> str:
@@ -62,6 +66,26 @@ def fit(times: dict[tuple[int, ...], dict[str, float]]) -> dict[str, np.ndarray]
     return models
 
 
+def held_in(times: dict[tuple[int, ...], dict[str, float]], models: dict[str, np.ndarray]) -> list[float]:
+    """How many times the best of each shape the kernel takes that the models choose."""
+    ratios = []
+    for mnk, row in times.items():
+        chosen = min(row, key=lambda name, mnk=mnk: float(np.dot(features(name, *mnk), models[name])))
+        ratios.append(row[chosen] / min(row.values()))
+    return ratios
+
+
+def held_out(times: dict[tuple[int, ...], dict[str, float]], shape: tuple[int, ...]) -> list[float]:
+    """The same on one N x K for models that have not seen it: what users' own shapes get."""
+    seen = {mnk: row for mnk, row in times.items() if mnk[1:] != shape}
+    return held_in({mnk: row for mnk, row in times.items() if mnk[1:] == shape}, fit(seen))
+
+
+def report(title: str, ratios: list[float]) -> None:
+    print(f"{title}, {len(ratios)} shapes: {np.exp(np.mean(np.log(ratios))):.3f}x of the best on geometric mean, "
+          f"95th percentile {np.percentile(ratios, 95):.3f}x, worst {max(ratios):.3f}x")  # fmt: skip
+
+
 def main() -> None:
     source = Path(sys.argv[1])
     record = json.loads(source.read_text())
@@ -72,12 +96,9 @@ def main() -> None:
     }
     models = fit(times)
     names = list(models)
-    ratios = []
-    for mnk, row in times.items():
-        chosen = min(row, key=lambda name, mnk=mnk: float(np.dot(features(name, *mnk), models[name])))
-        ratios.append(row[chosen] / min(row.values()))
-    print(f"models alone, {len(ratios)} shapes: {np.exp(np.mean(np.log(ratios))):.3f}x of the best on geometric mean, "
-          f"95th percentile {np.percentile(ratios, 95):.3f}x, worst {max(ratios):.3f}x")  # fmt: skip
+    report("models alone", held_in(times, models))
+    report("models of all other N x K", [r for shape in sorted({mnk[1:] for mnk in times})
+                                         for r in held_out(times, shape)])  # fmt: skip
     rows = sorted({m for m, _, _ in times})
     text = [HEADER.format(source=source.name, cpp=record["cpp"], device=record["device"])]
     text += [

@@ -114,3 +114,14 @@ def test_every_candidate_can_be_asked_for(name: str) -> None:
     chosen = select(m=1, engine=name)
     assert chosen["chosen"] == name
     assert chosen["why"] == "asked for by name"
+
+
+@needs_90a
+@pytest.mark.parametrize("m", [700, 3000, 8192, 100_000])
+@pytest.mark.parametrize(("n", "k"), [(8192, 8192), (11008, 4096), (1000, 1000), (768, 50_000)])
+def test_no_kernel_is_chosen_where_it_was_never_timed(m: int, n: int, k: int) -> None:
+    """Swapped tiles are made and timed for few tokens: a model fitted there once chose one for 8192^3."""
+    chosen = select(m, n, k)["chosen"]
+    assert "swapped" not in chosen and chosen.startswith(("wgmma/", "cutlass_sm90/"))
+    declined = dict(select(m, n, k, engine="wgmma")["declined"])
+    assert "nothing was measured there" in declined["wgmma/16x64_swapped_x3"]

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <string>
 
 #include "kernels/skinny_tiles.h"
@@ -95,13 +96,13 @@ const Candidate* find(const std::string& name) {
 // One model a candidate, in candidates()' order. Those that were not swept come last.
 const std::vector<TimeModel>& models() {
   static const std::vector<TimeModel> all = [] {
-    std::vector<TimeModel> list(candidates().size(), TimeModel{100, 100, 10, 1});
+    std::vector<TimeModel> list(candidates().size(), TimeModel{100, 100, 10, 1, 0});
     for (const auto& [name, model] : kModels) {
       if (const Candidate* candidate = find(name)) list[static_cast<size_t>(candidate - candidates().data())] = model;
     }
     // mma.sync tiles: two points each on an H200, where they never win; they serve other chips and fp32 activations.
-    list[static_cast<size_t>(find("cutlass_sm80/128x128x64") - candidates().data())] = {3, 1, 1.45, 0.1};
-    list[static_cast<size_t>(find("cutlass_sm80/64x64x64") - candidates().data())] = {3, 0.25, 0.47, 0.1};
+    list[static_cast<size_t>(find("cutlass_sm80/128x128x64") - candidates().data())] = {3, 1, 1.45, 0.1, 0};
+    list[static_cast<size_t>(find("cutlass_sm80/64x64x64") - candidates().data())] = {3, 0.25, 0.47, 0.1, 0};
     return list;
   }();
   return all;
@@ -118,6 +119,43 @@ const std::vector<const Candidate*>& measured_candidates() {
 
 double ceil_div(int64_t a, int64_t b) { return static_cast<double>((a + b - 1) / b); }
 
+// Where benchmarks/sweep_gemm.py times a kernel: elsewhere most of its tile would be empty, or its many tiles would
+// read the weights again and again.
+bool is_swept(const Candidate& c, int64_t m) {
+  if (c.engine == Engine::kSkinny) return c.tile_m < 2 * m + 16;
+  if (c.engine == Engine::kCutlassSm80) return true;
+  if (c.engine == Engine::kWgmma && wgmma::kTiles[c.tile].form == kSwapped) {
+    return m <= 512 && m <= 8 * c.tile_m && c.tile_m < 2 * m + 16;
+  }
+  return m >= 48;
+}
+
+// Bytes of K that a skinny block takes in one step.
+int64_t step_of(const Candidate& c) {
+  const int depth = skinny::kTiles[c.tile].depth;
+  return depth == 0 ? 4096 : 512 * depth;
+}
+
+// For tiles: one; rounds in which the device runs its blocks; steps of K of the blocks that share an SM; megabytes of
+// weights; megabytes that all blocks read. For skinny kernels: one; rounds; megabytes of weights; of tokens, as all
+// blocks read them; steps of K.
+TimeModel features_of(const Candidate& c, const GemmProblem& problem, double sms) {
+  const double k = static_cast<double>(problem.k);
+  const double megabytes = static_cast<double>(problem.n) * k / 1e6;
+  const double tokens = static_cast<double>(std::min<int64_t>(c.tile_m, problem.m));
+  const double across = ceil_div(problem.n, c.tile_n);
+  if (c.engine == Engine::kSkinny) {
+    return {1, std::ceil(across / (3 * sms)), megabytes, across * tokens * k / 8e6, ceil_div(problem.k, step_of(c))};
+  }
+  // Clusters of 3 and 4 blocks leave SMs of a GPC idle.
+  const double usable = c.split >= 4 ? 112.0 / 132 : c.split == 3 ? 120.0 / 132 : 1.0;
+  const double tiles = ceil_div(problem.m, c.tile_m) * across;
+  const double filled = std::floor(sms * usable);
+  return {1, std::ceil(tiles * c.split / (filled * c.blocks_per_sm)),
+          std::ceil(tiles * c.split / filled) * ceil_div(ceil_div(problem.k, 128), c.split), megabytes,
+          tiles * (tokens + c.tile_n) * k / 1e6};
+}
+
 }  // namespace
 
 const std::vector<Candidate>& candidates() {
@@ -129,20 +167,10 @@ double estimated_time(const Candidate& c, const GemmProblem& problem, const Capa
   // With a second pass, or without tensor cores, they come after every fused kernel.
   if (c.engine == Engine::kCublasLt) return 1e17;
   if (c.engine == Engine::kNaive) return 1e30;
+  if (!is_swept(c, problem.m)) return kNoEstimate;
   const TimeModel& model = models()[static_cast<size_t>(&c - candidates().data())];
-  const double megabytes = static_cast<double>(problem.n) * static_cast<double>(problem.k) / 1e6;
-  const double sms = std::max(1, capability.sm_count);
-  if (c.engine == Engine::kSkinny) {
-    const double waves = std::ceil(ceil_div(problem.n, c.tile_n) / (3 * sms));
-    return model.launch + waves * model.per_wave + model.per_k * megabytes +
-           model.per_mb * static_cast<double>(problem.m) * megabytes / c.tile_n / 8;
-  }
-  // Clusters of 3 and 4 blocks leave SMs of a GPC idle.
-  const double usable = c.split >= 4 ? 112.0 / 132 : c.split == 3 ? 120.0 / 132 : 1.0;
-  const double blocks = ceil_div(problem.m, c.tile_m) * ceil_div(problem.n, c.tile_n) * c.split;
-  const double waves = std::ceil(blocks / std::floor(sms * c.blocks_per_sm * usable));
-  return model.launch + waves * (model.per_wave + model.per_k * ceil_div(ceil_div(problem.k, 128), c.split)) +
-         model.per_mb * megabytes;
+  const TimeModel features = features_of(c, problem, std::max(1, capability.sm_count));
+  return std::inner_product(model.begin(), model.end(), features.begin(), 0.0);
 }
 
 const Candidate* measured_best(const GemmProblem& problem, const Capability& capability) {

@@ -7,13 +7,12 @@
 
 namespace octofuse {
 
-// Microseconds of a kernel as a function of the problem. With `waves` the rounds in which the device runs its blocks:
-//   tiles:   launch + waves * (per_wave + per_k * ceil(K / 128 / split)) + per_mb * (N * K / 1e6)
-//   skinny:  launch + waves *  per_wave + per_k * (N * K / 1e6)          + per_mb * (M * N * K / 1e6 / channels / 8)
-struct TimeModel {
-  double launch = 0, per_wave = 0, per_k = 0, per_mb = 0;
-};
+// Microseconds of a kernel: the product of these and of the problem's features. What each feature is stands in
+// features_of() and, to fit them, in benchmarks/fit_select.py.
+using TimeModel = std::array<double, 5>;
 
+// At least kNoEstimate where the model says nothing: the kernel was not swept at this many tokens.
+constexpr double kNoEstimate = 1e16;
 double estimated_time(const Candidate& candidate, const GemmProblem& problem, const Capability& capability);
 
 // The fastest kernel of a measured shape: (N, K) exactly, and the smallest measured M that is not below the problem's.

@@ -32,9 +32,8 @@ struct Tile {
   static constexpr int kPitch = kChannels + 4;
   static constexpr int kSums = kTokens * kPitch;  // of a warp
   // Registers for two steps of weights decide how many blocks of an SM load side by side.
-  static constexpr int kBlocksPerSm = kTokens * kChannels * kDepth <= 128                 ? 4
-                                      : kTokens * kChannels * kDepth <= 256 && kDepth < 4 ? 3
-                                                                                          : 2;
+  static constexpr int kWeight = kTokens * kChannels * kDepth;
+  static constexpr int kBlocksPerSm = kWeight <= 128 ? 4 : kWeight <= 256 && kDepth < 4 ? 3 : kWeight <= 512 ? 2 : 1;
 };
 
 // One segment of K: a thread's 16 bytes of token rows lane / 4 and, 8 below, `high`; of each 8 channels in `w`.

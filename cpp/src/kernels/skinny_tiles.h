@@ -19,7 +19,8 @@ namespace octofuse::skinny {
   X(8, 8, 1)                     \
   X(16, 16, 2)                   \
   X(16, 16, 1)                   \
-  X(32, 16, 1)
+  X(32, 16, 1)                   \
+  X(32, 16, 2)
 
 struct TileShape {
   int tokens, channels, depth;

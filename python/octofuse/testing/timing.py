@@ -8,7 +8,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +27,44 @@ def overlap(allowed: bool) -> Iterator[None]:
         _C.allow_overlap(before)
 
 
-def device_time(calls: Sequence[Callable[[], Any]], *, repeats: int = 25) -> float:
-    """Median microseconds of one call, from replays of one CUDA graph that runs them all, again and again.
+class Captured:
+    """Calls recorded in one CUDA graph, to be replayed.
 
     Give one call per set of operands, enough sets that together they exceed the L2 cache: weights then come from HBM, as
     they do in a model. A graph holds at least 48 calls, so that its own launch weighs little.
     """
-    calls = list(calls) * -(-48 // len(calls))
-    for call in calls[:3]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
+        self.calls = calls = list(calls) * -(-48 // len(calls))  # kept: they own what the graph reads
+        self.count = len(calls)
+        for call in calls[:3]:
             call()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for call in calls:
+                call()
+        self.graph.replay()
+
+    def replay(self) -> float:
+        """Microseconds of one call, from one replay."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graph.replay()
+        self.graph.replay()
         end.record()
         end.synchronize()
-        times.append(float(begin.elapsed_time(end)) * 1e3 / len(calls))
-    return statistics.median(times)
+        return float(begin.elapsed_time(end)) * 1e3 / self.count
+
+
+def device_time(calls: Sequence[Callable[[], Any]], *, repeats: int = 25) -> float:
+    """Median microseconds of one call, from replays of one CUDA graph that runs them all, again and again."""
+    return device_times({"": Captured(calls)}, repeats=repeats)[""]
+
+
+def device_times(graphs: Mapping[str, Captured], *, repeats: int = 25) -> dict[str, float]:
+    """Median microseconds of one call of each; replays take turns, so that a drifting clock drifts for all alike."""
+    rounds = [[graph.replay() for graph in graphs.values()] for _ in range(repeats)]
+    return dict(zip(graphs, map(statistics.median, zip(*rounds, strict=True)), strict=True))
 
 
 def host_time(call: Callable[[], Any], *, calls: int = 500, repeats: int = 9) -> float:
