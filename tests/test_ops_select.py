@@ -122,6 +122,7 @@ def test_every_candidate_can_be_asked_for(name: str) -> None:
 def test_no_kernel_is_chosen_where_it_was_never_timed(m: int, n: int, k: int) -> None:
     """Swapped tiles are made and timed for few tokens: a model fitted there once chose one for 8192^3."""
     chosen = select(m, n, k)["chosen"]
-    assert "swapped" not in chosen and chosen.startswith(("wgmma/", "cutlass_sm90/"))
+    assert "swapped" not in chosen
+    assert chosen.startswith(("wgmma/", "cutlass_sm90/"))
     declined = dict(select(m, n, k, engine="wgmma")["declined"])
     assert "nothing was measured there" in declined["wgmma/16x64_swapped_x3"]
