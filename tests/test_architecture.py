@@ -11,12 +11,13 @@ ROOT = Path(octofuse.__file__).parent
 ALLOWED = {
     "testing": {"_C"},  # timing.environment records the build
     "quant": {"testing"},
+    "layouts": set(),
     "ops": {"_C", "testing"},
     "nn": {"ops", "quant"},
     "models": {"nn", "quant"},
     "assets": set(),
     "doctor": {"_C", "ops", "testing"},
-    "cli": {"_C", "assets", "doctor", "models", "nn", "ops", "quant"},
+    "cli": {"_C", "assets", "doctor", "layouts", "models", "nn", "ops", "quant"},
 }
 
 

@@ -100,3 +100,30 @@ def test_demo() -> None:
     for row in ("perplexity", "all weights", "tokens/s", "time to first token", "inter-token latency"):
         assert row in out
     assert out.count("def read_config(path):") == 3
+
+
+def test_layout_show(tmp_path) -> None:
+    code, out, _ = call("layout", "show", "COL4_4R2_8C", "--rows", "8", "--cols", "16")
+    assert code == 0
+    assert [int(word) for word in out.splitlines()[2].split()] == [0, *(16 * b + c for b in range(4) for c in range(4))]
+    assert "Turing" in out
+    for words, message in (
+        (["COL33"], "layout: expected one of ROW"),
+        (["interleaved<12>"], "k: expected a power of two"),
+        (["COL", "--rows", "65"], "rows, cols: expected 1 to 64 each"),
+        (["COL", "--out", str(tmp_path / "x.gif")], "ends in .png or .svg"),
+    ):
+        code, _, err = call("layout", "show", *words)
+        assert code == 1
+        assert message in err
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_layout_pictures(tmp_path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    for cols in (16, 64):  # with a number in each cell, and without
+        out = tmp_path / f"picture_{cols}{suffix}"
+        code, text, err = call("layout", "show", "COL32", "--rows", "4", "--cols", str(cols), "--out", str(out))
+        assert code == 0, err
+        assert f"COL32, 4 x {cols}" in text.replace("\n", " ")
+        assert out.stat().st_size > 2000

@@ -36,7 +36,8 @@ def test_hopper_takes_wgmma_for_fused_outputs() -> None:
         ({"n": 1001}, "multiples of 16 bytes"),
         ({"cc": 100}, "compute capability 9.0"),
         ({"cc": 80}, "compute capability 9.0"),
-        ({"out": "float32", "double": True}, "double"),
+        ({"out": "float32"}, "fp16 output alone"),
+        ({"out": "int8"}, "fp16 output alone"),
     ],
 )
 def test_sm90_declines_with_its_reason(change: dict, reason: str) -> None:

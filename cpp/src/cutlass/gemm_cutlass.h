@@ -1,4 +1,4 @@
-// The entry points of the CUTLASS kernels: one function per output type (sm_90a) and one for all of them (mma.sync).
+// The entry points of the CUTLASS kernels: sm_90a for fp16 output, mma.sync for all of them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,11 +8,7 @@
 namespace octofuse {
 
 namespace sm90 {
-void run_f16(const GemmArgs& args, int device, cudaStream_t stream);
-void run_bf16(const GemmArgs& args, int device, cudaStream_t stream);
-void run_f32(const GemmArgs& args, int device, cudaStream_t stream);
-void run_i8(const GemmArgs& args, int device, cudaStream_t stream);
-void run_i32(const GemmArgs& args, int device, cudaStream_t stream);
+void run(const GemmArgs& args, int device, cudaStream_t stream);
 }  // namespace sm90
 
 namespace sm80 {

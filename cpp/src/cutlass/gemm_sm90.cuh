@@ -1,5 +1,5 @@
 // CUTLASS 3, sm_90a: TMA loads, wgmma int8, warp-specialised, and one visitor node that is the whole epilogue.
-// A new tile is one line in tiles_sm90.h; a new output type is one file gemm_sm90_<type>.cu.
+// A new tile is a few lines in tiles_sm90.h and one in gemm_sm90.cu.
 #pragma once
 
 #include <cutlass/cutlass.h>

@@ -4,17 +4,10 @@
 #include "wgmma/launch.h"
 
 namespace octofuse::sm90 {
-namespace {
 
-[[noreturn]] void absent() { throw RuntimeError("cutlass_sm90: this build holds no sm_90a kernels"); }
-
-}  // namespace
-
-void run_f16(const GemmArgs&, int, cudaStream_t) { absent(); }
-void run_bf16(const GemmArgs&, int, cudaStream_t) { absent(); }
-void run_f32(const GemmArgs&, int, cudaStream_t) { absent(); }
-void run_i8(const GemmArgs&, int, cudaStream_t) { absent(); }
-void run_i32(const GemmArgs&, int, cudaStream_t) { absent(); }
+void run(const GemmArgs&, int, cudaStream_t) {
+  throw RuntimeError("cutlass_sm90: this build holds no sm_90a kernels");
+}
 
 }  // namespace octofuse::sm90
 

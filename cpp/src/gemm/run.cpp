@@ -40,21 +40,6 @@ GemmArgs with_aligned_operands(GemmArgs args, int device, Stream stream, const A
   return args;
 }
 
-void run_sm90(const GemmArgs& args, int device, cudaStream_t stream) {
-  switch (args.out_type) {
-    case DType::kFloat16:
-      return sm90::run_f16(args, device, stream);
-    case DType::kBFloat16:
-      return sm90::run_bf16(args, device, stream);
-    case DType::kFloat32:
-      return sm90::run_f32(args, device, stream);
-    case DType::kInt8:
-      return sm90::run_i8(args, device, stream);
-    default:
-      return sm90::run_i32(args, device, stream);
-  }
-}
-
 // True where cuBLASLt writes the final output itself.
 bool is_raw(const GemmArgs& args) {
   const EpilogueArgs& e = args.epilogue;
@@ -96,7 +81,7 @@ void run_gemm(const Candidate& candidate, const GemmArgs& args, int device, Stre
     case Engine::kWgmma:
       return wgmma::run(candidate, aligned, device, cuda_stream);
     case Engine::kCutlassSm90:
-      return run_sm90(aligned, device, cuda_stream);
+      return sm90::run(aligned, device, cuda_stream);
     case Engine::kCutlassSm80:
       return sm80::run(candidate.tile, aligned, device, cuda_stream);
     default:

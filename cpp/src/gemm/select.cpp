@@ -16,12 +16,12 @@ namespace {
 const char* why_not_sm90(const GemmProblem& problem, const Capability& capability) {
   if (capability.compute_capability != 90) return "needs compute capability 9.0 (wgmma)";
   if (!capability.kernels_sm90a) return "this build holds no sm_90a kernels";
+  if (problem.out != DType::kFloat16) return "it is built for fp16 output alone";
   // The width too: TMA clips a row's end to 16 bytes, so a narrower edge would write beside the output.
   const auto size = static_cast<int64_t>(size_of(problem.out));
   if (!problem.out_aligned || problem.ldo * size % 16 != 0 || problem.n * size % 16 != 0) {
     return "TMA stores need output rows that start and end at multiples of 16 bytes";
   }
-  if (problem.double_activation) return "fp32 output evaluates gelu and silu in double, which would serialise wgmma";
   return nullptr;
 }
 

@@ -1,4 +1,4 @@
-"""The command line: `octofuse demo | quantize | generate | eval | tune | doctor`."""
+"""The command line: `octofuse demo | quantize | generate | eval | tune | layout | doctor`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="int8 models that are really faster.")
+layouts_app = typer.Typer(no_args_is_help=True, help="The memory layouts of int8 GEMMs.")
+app.add_typer(layouts_app, name="layout")
 console = Console()
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes the GPU if octofuse can use it")]
@@ -114,6 +116,29 @@ def tune(
         run_tune(console, model, shape or [], tokens, out, device)
 
 
+@layouts_app.command(name="show")
+def show_layout(
+    name: Annotated[str, typer.Argument(help="ROW, COL, COL32, COL4_4R2_8C, COL32_2R_4R4 or 'interleaved<k>'")],
+    rows: Annotated[int, typer.Option(help="1 to 64")] = 32,
+    cols: Annotated[int, typer.Option(help="1 to 64")] = 64,
+    out: Annotated[Path | None, typer.Option(help="write a picture (.png or .svg) instead of a table")] = None,
+) -> None:
+    """Where each element of a small matrix lies in memory."""
+    from octofuse.layouts import layout_named
+    from octofuse.layouts.picture import draw, terminal_table
+
+    with _plain_errors():
+        layout = layout_named(name)
+        if out is None:
+            piped = Console(width=6 * (cols + 1))  # a file has no edge to wrap at
+            where = console if console.is_terminal else piped
+            where.print(terminal_table(layout, rows, cols, console.width if console.is_terminal else None))
+            console.print(f"{layout.used_for} ({layout.source})", highlight=False, markup=False)
+        else:
+            draw(layout, rows, cols, out)
+            console.print(f"{out}: {layout.name}, {rows} x {cols}", highlight=False, markup=False)
+
+
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for machines")] = False,
@@ -139,6 +164,6 @@ class _plain_errors:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if kind is not None and issubclass(kind, (ValueError, TypeError, OSError)):
+        if kind is not None and issubclass(kind, (ValueError, TypeError, OSError, ImportError)):
             print(f"octofuse: {error}", file=sys.stderr)
             raise typer.Exit(1) from None

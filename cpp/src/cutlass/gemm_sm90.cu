@@ -2,7 +2,7 @@
 
 namespace octofuse::sm90 {
 
-void run_f16(const GemmArgs& args, int device, cudaStream_t stream) {
+void run(const GemmArgs& args, int device, cudaStream_t stream) {
   Kernel<Tile128x128x128Pingpong2x1, cutlass::half_t>::run(args, device, stream);
 }
 

@@ -1,0 +1,29 @@
+"""The memory layouts of int8 GEMMs, as objects: where an element lies, conversions, and pictures."""
+
+from octofuse.layouts.convert import LaidOut, from_layout, to_layout
+from octofuse.layouts.maps import (
+    COL,
+    COL4_4R2_8C,
+    COL32,
+    COL32_2R_4R4,
+    LAYOUTS,
+    ROW,
+    Layout,
+    interleaved,
+    layout_named,
+)
+
+__all__ = [
+    "COL",
+    "COL4_4R2_8C",
+    "COL32",
+    "COL32_2R_4R4",
+    "LAYOUTS",
+    "ROW",
+    "LaidOut",
+    "Layout",
+    "from_layout",
+    "interleaved",
+    "layout_named",
+    "to_layout",
+]
