@@ -38,3 +38,11 @@ def test_imports_follow_the_arrows() -> None:
                     continue
                 target = name.split(".")[1]
                 assert target == layer or target in ALLOWED[layer], f"{path.name}: {layer} imports {target}"
+
+
+def test_no_kernel_reads_through_ldg() -> None:
+    """The compiler moves such loads above griddepcontrol.wait: a chained kernel would read what is not there yet."""
+    sources = Path(__file__).resolve().parents[1] / "cpp" / "src"
+    for path in sources.rglob("*.cu*"):
+        code = [line.split("//")[0] for line in path.read_text().splitlines()]
+        assert not any("__ldg(" in line or "__restrict__" in line for line in code), path.name
