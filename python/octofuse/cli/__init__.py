@@ -40,10 +40,13 @@ def quantize(
     model: Annotated[str, typer.Argument(help="a folder, a hub name such as gpt2, or 'embedded'")],
     output: Annotated[Path, typer.Option("-o", "--output", help="a new folder")],
     scheme: Annotated[
-        str, typer.Option(help="w8a8-dynamic, w8a8-static, w8a8-static-tensor or w8a8-dynamic-tensor")
+        str,
+        typer.Option(
+            help="w8a8-dynamic, w8a8-static, w8a8-static-tensor or w8a8-dynamic-tensor; each also with -smooth"
+        ),
     ] = "w8a8-dynamic",
     calibration: Annotated[
-        Path | None, typer.Option(help="text file for static schemes; default: a text that ships")
+        Path | None, typer.Option(help="text file for static and smoothed schemes; default: a text that ships")
     ] = None,
     device: Device = "auto",
 ) -> None:

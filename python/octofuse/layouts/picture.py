@@ -48,7 +48,7 @@ def draw(layout: Layout, rows: int, cols: int, path: Path) -> None:
     plt = _pyplot()
     offsets = layout.offsets(rows, cols)
     figure, axes = plt.subplots(figsize=(max(4.0, cols * 0.32), max(2.0, rows * 0.32)))
-    axes.imshow(offsets, cmap="viridis", vmin=0, vmax=layout.size(rows, cols) - 1, aspect="equal")
+    axes.imshow(offsets.numpy(), cmap="viridis", vmin=0, vmax=layout.size(rows, cols) - 1, aspect="equal")
     axes.set(title=_title(layout, rows, cols), xlabel="column", ylabel="row")
     if rows * cols <= NUMBERS_UP_TO:
         middle = layout.size(rows, cols) / 2

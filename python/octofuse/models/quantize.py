@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from octofuse.models import gpt2
+from octofuse.models.smooth import SAMPLES, fold, scales_of
 from octofuse.nn import Int8Linear, linear_layers, replace_module
-from octofuse.quant import Scheme, calibrate, scheme_named
+from octofuse.quant import Scheme, observe, scheme_named
 
 FAMILIES = (gpt2,)
 
@@ -34,9 +36,9 @@ def quantize_(
 
     Args:
         model: GPT-2 in any size, or any module with nn.Linear or Conv1D layers.
-        scheme: a `Scheme` or a name of `quant.affine.SCHEMES`.
-        calibration: batches of input ids `[B, T]` (or whatever the model takes as its one argument); static schemes
-            need them, dynamic ones do not look.
+        scheme: a `Scheme` or a name that `quant.scheme_named` knows.
+        calibration: batches of input ids `[B, T]` (or whatever the model takes as its one argument), read once; static
+            and smoothed schemes need them, others do not look.
         progress: show a bar.
 
     Raises: ValueError if there is nothing to quantise, the model is already quantised, or calibration is missing or saw
@@ -48,22 +50,63 @@ def quantize_(
         raise ValueError("model: expected a floating-point model, got one that octofuse has quantised already")
     if not layers:
         raise ValueError(f"model: expected linear layers to quantise, got none in {type(model).__name__}")
-    amax: dict[str, Tensor] = {}
-    if chosen.needs_calibration:
-        if calibration is None:
-            raise ValueError(f"calibration: expected batches for the static scheme {chosen.name}, got None")
-        was_training = model.training
-        model.eval()
-        try:
-            amax = calibrate(layers, _track(calibration, "calibrating", progress), model)
-        finally:
-            model.train(was_training)
+    norms = _norms_to_smooth(model) if chosen.smoothing is not None else {}
+    amax, scales = (
+        _calibrated(model, layers, norms, chosen, calibration, progress) if chosen.needs_calibration else ({}, {})
+    )
+    touched = [t for name in scales for t in (*norms[name].parameters(), layers[name].weight)]
+    before = [t.detach().clone() for t in touched]  # type: ignore[union-attr,operator]
     # Built first and exchanged after, so that a failure half-way leaves the model whole.
-    names = _track(list(layers), f"quantising ({chosen.name})", progress)
-    built = {name: Int8Linear.from_float(layers[name], chosen, amax.get(name)) for name in names}
+    try:
+        fold(norms, layers, scales)
+        names = _track(list(layers), f"quantising ({chosen.name})", progress)
+        built = {name: Int8Linear.from_float(layers[name], chosen, amax.get(name)) for name in names}
+    except BaseException:
+        with torch.no_grad():
+            for tensor, value in zip(touched, before, strict=True):
+                tensor.copy_(value)  # type: ignore[operator,union-attr]
+        raise
     for name, replacement in built.items():
         replace_module(model, name, replacement)
     return model
+
+
+def _norms_to_smooth(model: nn.Module) -> dict[str, nn.Module]:
+    for family in FAMILIES:
+        if family.matches(model):
+            norms: dict[str, nn.Module] = family.smoothed(model)
+            return norms
+    known = ", ".join(family.__name__.rpartition(".")[2] for family in FAMILIES)
+    raise ValueError(
+        f"scheme: smoothing folds into the norm before a linear, which is known for {known} alone; "
+        f"got {type(model).__name__}"
+    )
+
+
+def _calibrated(
+    model: nn.Module,
+    layers: dict[str, nn.Module],
+    norms: dict[str, nn.Module],
+    scheme: Scheme,
+    calibration: Iterable[Any] | None,
+    progress: bool,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Each layer's input amax after smoothing, and the smoothing scales of those that a norm feeds; one pass."""
+    if calibration is None:
+        raise ValueError(f"calibration: expected batches for the scheme {scheme.name}, got None")
+    was_training = model.training
+    model.eval()
+    try:
+        samples = SAMPLES if scheme.smoothing == "search" else 0
+        batches = _track(calibration, "calibrating", progress)
+        observers = observe(layers, batches, model, per_channel=bool(norms), samples=samples)
+    finally:
+        model.train(was_training)
+    results = {name: observer.result() for name, observer in observers.items()}
+    if scheme.smoothing is None:
+        return results, {}
+    scales = {name: scales_of(layers[name], observers[name], scheme.smoothing) for name in norms}
+    return {name: (amax / scales.get(name, 1.0)).amax() for name, amax in results.items()}, scales
 
 
 def weight_bytes(model: nn.Module) -> int:

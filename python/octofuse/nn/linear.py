@@ -39,7 +39,7 @@ class Int8Linear(nn.Module):
         self.activation = activation
         self.engine = "auto"
         scales = out_features if self.scheme.weights == "channel" else 1
-        static = self.scheme.needs_calibration
+        static = self.scheme.is_static
         self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.int8, device=device))
         self.register_buffer("weight_scale", torch.ones(scales, device=device))
         self.register_buffer("input_scale", torch.ones((), device=device) if static else None)
@@ -58,7 +58,7 @@ class Int8Linear(nn.Module):
         n, k = w.shape
         result = cls(k, n, bias=bias is not None, scheme=scheme, dtype=w.dtype, device=w.device)
         result.weight, result.weight_scale = quantize_weight(w, scheme)
-        if scheme.needs_calibration:
+        if scheme.is_static:
             if input_amax is None:
                 raise ValueError("input_amax: expected a calibrated value for static activations, got None")
             if not torch.isfinite(input_amax):

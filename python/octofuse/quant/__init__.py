@@ -1,6 +1,17 @@
 """The mathematics of quantisation in plain torch: no ops, no kernels, no model surgery."""
 
 from octofuse.quant.affine import Scheme, channel_scales, scheme_named, tensor_scale
-from octofuse.quant.calibrate import AmaxObserver, calibrate
+from octofuse.quant.calibrate import AmaxObserver, calibrate, observe
+from octofuse.quant.smooth import search_alpha, smoothing_scales
 
-__all__ = ["AmaxObserver", "Scheme", "calibrate", "channel_scales", "scheme_named", "tensor_scale"]
+__all__ = [
+    "AmaxObserver",
+    "Scheme",
+    "calibrate",
+    "channel_scales",
+    "observe",
+    "scheme_named",
+    "search_alpha",
+    "smoothing_scales",
+    "tensor_scale",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,18 +17,29 @@ class Scheme:
 
     weights: one scale per output "channel", or one per "tensor".
     activations: "token" computes one scale per row while running (dynamic); "tensor" uses one calibrated scale (static).
+    smoothing: SmoothQuant before quantisation, with this alpha for every layer, or "search" for each layer's best.
     """
 
     weights: Literal["channel", "tensor"] = "channel"
     activations: Literal["token", "tensor"] = "token"
+    smoothing: float | Literal["search"] | None = None
 
     @property
-    def needs_calibration(self) -> bool:
+    def is_static(self) -> bool:
         return self.activations == "tensor"
 
     @property
+    def needs_calibration(self) -> bool:
+        return self.is_static or self.smoothing is not None
+
+    @property
     def name(self) -> str:
-        return next(name for name, scheme in SCHEMES.items() if scheme == self)
+        base = next(name for name, scheme in SCHEMES.items() if scheme == replace(self, smoothing=None))
+        if self.smoothing is None:
+            return base
+        if self.smoothing == "search":
+            return f"{base}-smooth-search"
+        return f"{base}-smooth" if self.smoothing == DEFAULT_ALPHA else f"{base}-smooth{self.smoothing:g}"
 
 
 SCHEMES = {
@@ -40,13 +51,34 @@ SCHEMES = {
 }
 
 
+DEFAULT_ALPHA = 0.5  # of SmoothQuant
+
+
 def scheme_named(name: str | Scheme) -> Scheme:
-    """The scheme behind a name of SCHEMES; ValueError lists them."""
+    """The scheme behind a name: one of SCHEMES, with "-smooth", "-smooth0.7" or "-smooth-search" for SmoothQuant.
+
+    Raises ValueError that lists them.
+    """
     if isinstance(name, Scheme):
         return name
-    if name not in SCHEMES:
-        raise ValueError(f"scheme: expected one of {', '.join(SCHEMES)}, got {name!r}")
-    return SCHEMES[name]
+    base, smooth, rest = name.partition("-smooth")
+    alpha = _alpha(rest)
+    if base not in SCHEMES or alpha is None:
+        raise ValueError(
+            f"scheme: expected one of {', '.join(SCHEMES)}, each also with -smooth, -smooth<alpha in 0 to 1> or "
+            f"-smooth-search, got {name!r}"
+        )
+    return replace(SCHEMES[base], smoothing=alpha) if smooth else SCHEMES[base]
+
+
+def _alpha(text: str) -> float | Literal["search"] | None:
+    if text == "-search":
+        return "search"
+    try:
+        value = float(text or DEFAULT_ALPHA)
+    except ValueError:
+        return None
+    return value if 0.0 <= value <= 1.0 else None
 
 
 def tensor_scale(amax: Tensor) -> Tensor:

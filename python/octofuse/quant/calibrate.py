@@ -10,36 +10,54 @@ from torch import Tensor, nn
 
 
 class AmaxObserver:
-    """Running maximum of |x| over everything that a layer was given (min/max calibration of a symmetric scale)."""
+    """Running maximum of |x| over everything that a layer was given (min/max calibration of a symmetric scale).
 
-    def __init__(self, name: str) -> None:
+    per_channel: one maximum for each element of the last dimension. samples: rows of the first inputs to keep.
+    """
+
+    def __init__(self, name: str, *, per_channel: bool = False, samples: int = 0) -> None:
         self.name = name
+        self.per_channel = per_channel
         self.amax: Tensor | None = None
+        self.wanted = samples
+        self.samples: list[Tensor] = []
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         x = inputs[0].detach()
         if x.numel() == 0:
             return
-        amax = x.abs().amax().float()
+        rows = x.reshape(-1, x.shape[-1])
+        amax = (rows.abs().amax(dim=0) if self.per_channel else x.abs().amax()).float()
         self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
+        if self.wanted > 0:
+            self.samples.append(rows[: self.wanted].clone())
+            self.wanted -= self.samples[-1].shape[0]
 
     def result(self) -> Tensor:
-        """fp32 []; ValueError naming the layer if it saw nothing or saw NaN or Inf."""
+        """fp32 [], or [K] per channel; ValueError naming the layer if it saw nothing or saw NaN or Inf."""
         if self.amax is None:
             raise ValueError(f"{self.name}: calibration never ran this layer; give batches that reach it")
-        if not torch.isfinite(self.amax):
+        if not torch.isfinite(self.amax).all():
             raise ValueError(f"{self.name}: calibration saw NaN or Inf in this layer's input")
         return self.amax
 
 
 @torch.no_grad()
-def calibrate(layers: Mapping[str, nn.Module], batches: Iterable[Any], run: Callable[[Any], Any]) -> dict[str, Tensor]:
-    """Run every batch and return each layer's input amax (fp32 [], on the input's device).
+def observe(
+    layers: Mapping[str, nn.Module],
+    batches: Iterable[Any],
+    run: Callable[[Any], Any],
+    *,
+    per_channel: bool = False,
+    samples: int = 0,
+) -> dict[str, AmaxObserver]:
+    """Run every batch, once, and return each layer's observer.
 
-    Args: layers by name; batches, any iterable; run, called with each batch (usually the model).
-    Raises ValueError if there is no batch, or a layer saw nothing, NaN or Inf.
+    Args: layers by name; batches, any iterable; run, called with each batch (usually the model); per_channel and
+    samples as AmaxObserver takes them.
+    Raises ValueError if there is no batch.
     """
-    observers = {name: AmaxObserver(name) for name in layers}
+    observers = {name: AmaxObserver(name, per_channel=per_channel, samples=samples) for name in layers}
     handles = [layer.register_forward_pre_hook(observers[name]) for name, layer in layers.items()]
     count = 0
     try:
@@ -51,4 +69,12 @@ def calibrate(layers: Mapping[str, nn.Module], batches: Iterable[Any], run: Call
             handle.remove()
     if count == 0:
         raise ValueError("calibration: expected at least one batch, got none")
-    return {name: observer.result() for name, observer in observers.items()}
+    return observers
+
+
+def calibrate(layers: Mapping[str, nn.Module], batches: Iterable[Any], run: Callable[[Any], Any]) -> dict[str, Tensor]:
+    """Each layer's input amax (fp32 [], on the input's device) over all batches.
+
+    Raises ValueError if there is no batch, or a layer saw nothing, NaN or Inf.
+    """
+    return {name: observer.result() for name, observer in observe(layers, batches, run).items()}
