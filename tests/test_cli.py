@@ -125,5 +125,5 @@ def test_layout_pictures(tmp_path, suffix: str) -> None:
         out = tmp_path / f"picture_{cols}{suffix}"
         code, text, err = call("layout", "show", "COL32", "--rows", "4", "--cols", str(cols), "--out", str(out))
         assert code == 0, err
-        assert f"COL32, 4 x {cols}" in text.replace("\n", " ")
+        assert text == f"{out}: COL32, 4 x {cols}\n"
         assert out.stat().st_size > 2000

@@ -139,7 +139,7 @@ def show_layout(
             console.print(f"{layout.used_for} ({layout.source})", highlight=False, markup=False)
         else:
             draw(layout, rows, cols, out)
-            console.print(f"{out}: {layout.name}, {rows} x {cols}", highlight=False, markup=False)
+            console.print(f"{out}: {layout.name}, {rows} x {cols}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
