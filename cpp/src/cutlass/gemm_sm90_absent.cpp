@@ -5,9 +5,7 @@
 
 namespace octofuse::sm90 {
 
-void run(const GemmArgs&, int, cudaStream_t) {
-  throw RuntimeError("cutlass_sm90: this build holds no sm_90a kernels");
-}
+void run(const GemmArgs&, int, cudaStream_t) { throw RuntimeError("cutlass_sm90: this build holds no sm_90a kernels"); }
 
 }  // namespace octofuse::sm90
 

@@ -42,7 +42,7 @@ def quantize(
     scheme: Annotated[
         str,
         typer.Option(
-            help="w8a8-dynamic, w8a8-static, w8a8-static-tensor or w8a8-dynamic-tensor; each also with -smooth"
+            help="w8a8-dynamic, w8a8-static, w8a8-static-mse, w8a8-dynamic-tensor, w8a8-static-tensor; each with -smooth too"
         ),
     ] = "w8a8-dynamic",
     calibration: Annotated[

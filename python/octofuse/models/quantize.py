@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.models import gpt2
-from octofuse.models.smooth import SAMPLES, fold, scales_of
+from octofuse.models.smooth import fold, scales_of
 from octofuse.nn import Int8Linear, linear_layers, replace_module
-from octofuse.quant import Scheme, observe, scheme_named
+from octofuse.nn.linear import weight_of
+from octofuse.quant import AmaxObserver, Scheme, clipped_amax, observe, scheme_named
 
 FAMILIES = (gpt2,)
+SAMPLES = 2048  # rows of each layer's input that a search of alpha or of a range looks at: fewer lose twice as much
 
 
 def target_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -97,16 +99,27 @@ def _calibrated(
     was_training = model.training
     model.eval()
     try:
-        samples = SAMPLES if scheme.smoothing == "search" else 0
+        samples = SAMPLES if scheme.smoothing == "search" or scheme.clipping == "mse" else 0
         batches = _track(calibration, "calibrating", progress)
         observers = observe(layers, batches, model, per_channel=bool(norms), samples=samples)
     finally:
         model.train(was_training)
-    results = {name: observer.result() for name, observer in observers.items()}
-    if scheme.smoothing is None:
-        return results, {}
-    scales = {name: scales_of(layers[name], observers[name], scheme.smoothing) for name in norms}
-    return {name: (amax / scales.get(name, 1.0)).amax() for name, amax in results.items()}, scales
+    for observer in observers.values():
+        observer.result()  # names the first layer that saw nothing, NaN or Inf
+    scales = {}
+    if scheme.smoothing is not None:
+        scales = {name: scales_of(layers[name], observers[name], scheme.smoothing) for name in norms}
+    names = _track(list(layers), "finding ranges", progress)
+    return {name: _range_of(layers[name], observers[name], scales.get(name), scheme) for name in names}, scales
+
+
+def _range_of(layer: nn.Module, observer: AmaxObserver, scales: Tensor | None, scheme: Scheme) -> Tensor:
+    """The largest |x|, fp32 [], that the layer's static scale has to cover, smoothing included."""
+    smooth = torch.ones((), device=observer.result().device) if scales is None else scales
+    amax = (observer.result() / smooth).amax()
+    if scheme.clipping == "max":
+        return amax
+    return clipped_amax(torch.cat(observer.samples).float() / smooth, weight_of(layer).float() * smooth, amax)
 
 
 def weight_bytes(model: nn.Module) -> int:

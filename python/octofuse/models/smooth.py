@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from octofuse.nn.linear import is_conv1d, weight_of
 from octofuse.quant import AmaxObserver, search_alpha, smoothing_scales
 
-SAMPLES = 256  # rows of each layer's input that a search looks at
-
 
 def scales_of(layer: nn.Module, observer: AmaxObserver, alpha: float | Literal["search"]) -> Tensor:
     """One scale, fp32 `[K]`, for each input channel of a linear whose inputs `observer` saw."""

@@ -1,7 +1,7 @@
 """The mathematics of quantisation in plain torch: no ops, no kernels, no model surgery."""
 
 from octofuse.quant.affine import Scheme, channel_scales, scheme_named, tensor_scale
-from octofuse.quant.calibrate import AmaxObserver, calibrate, observe
+from octofuse.quant.calibrate import AmaxObserver, calibrate, clipped_amax, observe
 from octofuse.quant.smooth import search_alpha, smoothing_scales
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Scheme",
     "calibrate",
     "channel_scales",
+    "clipped_amax",
     "observe",
     "scheme_named",
     "search_alpha",

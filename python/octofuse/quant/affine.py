@@ -18,11 +18,13 @@ class Scheme:
     weights: one scale per output "channel", or one per "tensor".
     activations: "token" computes one scale per row while running (dynamic); "tensor" uses one calibrated scale (static).
     smoothing: SmoothQuant before quantisation, with this alpha for every layer, or "search" for each layer's best.
+    clipping: a static scale covers the calibrated "max", or the part of it that loses least in the layer's output ("mse").
     """
 
     weights: Literal["channel", "tensor"] = "channel"
     activations: Literal["token", "tensor"] = "token"
     smoothing: float | Literal["search"] | None = None
+    clipping: Literal["max", "mse"] = "max"
 
     @property
     def is_static(self) -> bool:
@@ -45,6 +47,7 @@ class Scheme:
 SCHEMES = {
     "w8a8-dynamic": Scheme("channel", "token"),
     "w8a8-static": Scheme("channel", "tensor"),
+    "w8a8-static-mse": Scheme("channel", "tensor", clipping="mse"),
     # The recipe of the first published int8 GPT-2: one scale for the weight, one for its input.
     "w8a8-static-tensor": Scheme("tensor", "tensor"),
     "w8a8-dynamic-tensor": Scheme("tensor", "token"),

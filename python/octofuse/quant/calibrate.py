@@ -12,14 +12,15 @@ from torch import Tensor, nn
 class AmaxObserver:
     """Running maximum of |x| over everything that a layer was given (min/max calibration of a symmetric scale).
 
-    per_channel: one maximum for each element of the last dimension. samples: rows of the first inputs to keep.
+    per_channel: one maximum for each element of the last dimension. samples: rows to keep, a quarter of them from one
+    input at most.
     """
 
     def __init__(self, name: str, *, per_channel: bool = False, samples: int = 0) -> None:
         self.name = name
         self.per_channel = per_channel
         self.amax: Tensor | None = None
-        self.wanted = samples
+        self.wanted, self.at_once = samples, -(-samples // 4)
         self.samples: list[Tensor] = []
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -30,8 +31,9 @@ class AmaxObserver:
         amax = (rows.abs().amax(dim=0) if self.per_channel else x.abs().amax()).float()
         self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
         if self.wanted > 0:
-            self.samples.append(rows[: self.wanted].clone())
-            self.wanted -= self.samples[-1].shape[0]
+            count = min(self.wanted, self.at_once, rows.shape[0])
+            self.samples.append(rows[:: rows.shape[0] // count][:count].clone())
+            self.wanted -= count
 
     def result(self) -> Tensor:
         """fp32 [], or [K] per channel; ValueError naming the layer if it saw nothing or saw NaN or Inf."""
@@ -70,6 +72,25 @@ def observe(
     if count == 0:
         raise ValueError("calibration: expected at least one batch, got none")
     return observers
+
+
+CLIPS = tuple(i / 20 for i in range(4, 21))  # of the calibrated maximum, what clipped_amax tries
+
+
+@torch.no_grad()
+def clipped_amax(x: Tensor, w: Tensor, amax: Tensor) -> Tensor:
+    """The part of amax, fp32 [], that loses least when it is the int8 range of a layer's input.
+
+    Args: x [M, K], sample inputs of the layer; w [N, K], its weight; amax [], the calibrated max |x|.
+    The loss is the mean squared error of x @ w^T: an outlier that the weight hardly reads may be clipped.
+    """
+    rows, weight = x.float(), w.float()
+    want = rows @ weight.t()
+    losses = []
+    for clip in CLIPS:
+        step = (amax * clip / 127).clamp(min=1e-20)
+        losses.append(((rows / step).round_().clamp_(-127, 127).mul_(step) @ weight.t()).sub_(want).square_().mean())
+    return amax * CLIPS[int(torch.stack(losses).argmin())]
 
 
 def calibrate(layers: Mapping[str, nn.Module], batches: Iterable[Any], run: Callable[[Any], Any]) -> dict[str, Tensor]:
