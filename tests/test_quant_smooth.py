@@ -92,7 +92,7 @@ def test_a_clipped_range_loses_less() -> None:
      ("w8a8-dynamic-smooth", 1.004)],
 )  # fmt: skip
 def test_planted_outliers(scheme: str, most: float) -> None:
-    """On the embedded model plain static quantisation collapses; smoothed, the loss is that of a model without outliers."""
+    """On the embedded model they ruin what is not smoothed; smoothed, the loss is that of a model without outliers."""
     model, tokenizer = load_float("embedded", CPU)
     tokens = evaluation_tokens(tokenizer)[:4096]
     base = perplexity(model, tokens, context=256)
@@ -102,7 +102,7 @@ def test_planted_outliers(scheme: str, most: float) -> None:
     assert perplexity(model, tokens, context=256) < most * base
     plain = plant_outliers(load_float("embedded", CPU)[0])
     quantize_(plain, scheme.partition("-smooth")[0], batches, progress=False)
-    assert perplexity(plain, tokens, context=256) > 1.5 * base
+    assert perplexity(plain, tokens, context=256) > 1.1 * base  # clipping alone helps, and is not enough
 
 
 def test_names_of_schemes() -> None:

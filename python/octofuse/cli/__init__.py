@@ -42,7 +42,7 @@ def quantize(
     scheme: Annotated[
         str,
         typer.Option(
-            help="w8a8-dynamic, w8a8-static, w8a8-static-mse, w8a8-dynamic-tensor, w8a8-static-tensor; each with -smooth too"
+            help="w8a8-dynamic, w8a8-static, w8a8-static-mse, w8a8-{dynamic,static}-tensor; each also with -smooth"
         ),
     ] = "w8a8-dynamic",
     calibration: Annotated[
