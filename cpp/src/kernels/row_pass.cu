@@ -33,7 +33,13 @@ RowKernel kernel_for(int64_t rows, int64_t packs, bool wide) {
       if (packs <= 512 && rows >= 1024) return kernel_of<T, kOp, 128, 4>();
     }
     if (packs <= 512) return kernel_of<T, kOp, 256, 2>();
-    if (packs > 1024) return kernel_of<T, kOp, 512, 4>();
+    if (packs > 1024) {
+      if constexpr (kOp == RowOp::kActivate) {
+        return kernel_of<T, kOp, 256, 0>();  // another 60 KB of code otherwise: the widest rows are read twice instead
+      } else {
+        return kernel_of<T, kOp, 512, 4>();
+      }
+    }
   }
   return kernel_of<T, kOp, 256, 4>();
 }
