@@ -114,6 +114,8 @@ def peers(sets: list[tuple[torch.Tensor, ...]], m: int) -> dict[str, Captured]:
 
 
 def own(sets: list[tuple[torch.Tensor, ...]]) -> dict[str, Captured]:
+    """This library's columns; "quantise + linear" takes fp16 and quantises it per token."""
+
     def linear_of(s: tuple[torch.Tensor, ...], **more: Any) -> torch.Tensor:
         return octofuse.i8f16_linear(*s, **more)
 

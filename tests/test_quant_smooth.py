@@ -114,6 +114,14 @@ def test_names_of_schemes() -> None:
     ):
         assert scheme_named(name).name == name
     assert scheme_named("w8a8-static-smooth") == Scheme("channel", "tensor", 0.5)
+    for arguments, message in (
+        ({"clipping": "mse"}, "clipping: expected one of max beside dynamic activations, got 'mse'"),
+        ({"weights": "row"}, "weights: expected one of channel, tensor, got 'row'"),
+        ({"smoothing": 1.5}, r"smoothing: expected None, 'search' or a number in \[0, 1\], got 1.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Scheme(**arguments)
+    assert Scheme("tensor", "tensor", "search", "mse").name == "w8a8-static-mse-tensor-smooth-search"
     for wrong in ("w8a8-static-smooth2", "w8a8-static-smoothly", "smooth", "w8a8-smooth"):
         with pytest.raises(ValueError, match="each also with -smooth"):
             scheme_named(wrong)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from octofuse.layouts.maps import Layout
 
-LARGEST_TABLE = (64, 64)
+LARGEST = 64  # rows or columns
 NUMBERS_UP_TO = 256  # elements: beyond it a number would be smaller than its cell
 _SHADES = 24  # greys of a 256-colour terminal
 
@@ -77,5 +77,5 @@ def _title(layout: Layout, rows: int, cols: int) -> str:
 
 
 def _expect_small(rows: int, cols: int) -> None:
-    if not (1 <= rows <= LARGEST_TABLE[0] and 1 <= cols <= LARGEST_TABLE[1]):
-        raise ValueError(f"rows, cols: expected 1 to 64 each, to be readable, got {rows} x {cols}")
+    if not (1 <= rows <= LARGEST and 1 <= cols <= LARGEST):
+        raise ValueError(f"rows, cols: expected 1 to {LARGEST} each, to be readable, got {rows} x {cols}")

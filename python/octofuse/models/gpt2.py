@@ -5,8 +5,6 @@ from __future__ import annotations
 from torch import nn
 
 LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-
-
 # Norm and the linears that alone read it: the places where smoothing folds. attn.c_proj and mlp.c_proj follow no norm.
 SMOOTHED = (("ln_1", "attn.c_attn"), ("ln_2", "mlp.c_fc"))
 

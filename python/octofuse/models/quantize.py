@@ -109,6 +109,8 @@ def _calibrated(
     scales = {}
     if scheme.smoothing is not None:
         scales = {name: scales_of(layers[name], observers[name], scheme.smoothing) for name in norms}
+    if not scheme.is_static:
+        return {}, scales
     names = _track(list(layers), "finding ranges", progress)
     return {name: _range_of(layers[name], observers[name], scales.get(name), scheme) for name in names}, scales
 

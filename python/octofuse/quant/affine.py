@@ -26,6 +26,20 @@ class Scheme:
     smoothing: float | Literal["search"] | None = None
     clipping: Literal["max", "mse"] = "max"
 
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("weights", ("channel", "tensor")),
+            ("activations", ("token", "tensor")),
+            ("clipping", ("max", "mse") if self.is_static else ("max",)),
+        ):
+            if getattr(self, name) not in allowed:
+                more = " beside dynamic activations" if len(allowed) == 1 else ""
+                raise ValueError(f"{name}: expected one of {', '.join(allowed)}{more}, got {getattr(self, name)!r}")
+        if self.smoothing not in (None, "search") and not (
+            isinstance(self.smoothing, (int, float)) and 0 <= self.smoothing <= 1
+        ):
+            raise ValueError(f"smoothing: expected None, 'search' or a number in [0, 1], got {self.smoothing!r}")
+
     @property
     def is_static(self) -> bool:
         return self.activations == "tensor"
@@ -44,12 +58,14 @@ class Scheme:
         return f"{base}-smooth" if self.smoothing == DEFAULT_ALPHA else f"{base}-smooth{self.smoothing:g}"
 
 
+# All that there are, but for smoothing.
 SCHEMES = {
     "w8a8-dynamic": Scheme("channel", "token"),
     "w8a8-static": Scheme("channel", "tensor"),
     "w8a8-static-mse": Scheme("channel", "tensor", clipping="mse"),
     # The recipe of the first published int8 GPT-2: one scale for the weight, one for its input.
     "w8a8-static-tensor": Scheme("tensor", "tensor"),
+    "w8a8-static-mse-tensor": Scheme("tensor", "tensor", clipping="mse"),
     "w8a8-dynamic-tensor": Scheme("tensor", "token"),
 }
 
