@@ -9,9 +9,8 @@ every swept shape it keeps the kernel that was fastest. Prints how far the model
 
 from __future__ import annotations
 
+import functools
 import json
-import math
-import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,25 +20,13 @@ import numpy as np
 from octofuse import _C
 
 SMS = 132
-USABLE = {1: 132, 2: 132, 3: 120, 4: 112}  # SMs that clusters of this many blocks can fill
 HEADER = "// Written by benchmarks/fit_select.py from {source} (cpp {cpp}, {device}). Microseconds."
 
 
-def features(name: str, m: int, n: int, k: int) -> list[float]:
-    """What features_of() in candidates.cpp gives."""
-    tile_m, tile_n = map(int, re.search(r"/(\d+)x(\d+)", name).groups())
-    tokens, across = min(tile_m, m), math.ceil(n / tile_n)
-    megabytes = n * k / 1e6
-    if name.startswith("skinny"):
-        depth = re.search(r"x(\d+)$", name)
-        step = 4096 if name.endswith("_dp4a") else 8 * int(depth[1])
-        return [1, math.ceil(across / (3 * SMS)), megabytes, across * tokens * k / 8e6, math.ceil(k / step)]
-    split = int((re.search(r"_split(\d)", name) or [0, 1])[1])
-    per_sm = int((re.search(r"_x(\d)$", name) or [0, 1])[1])
-    tiles = math.ceil(m / tile_m) * across
-    waves = math.ceil(tiles * split / (USABLE[split] * per_sm))
-    steps = math.ceil(tiles * split / USABLE[split]) * math.ceil(math.ceil(k / 128) / split)
-    return [1, waves, steps, megabytes, tiles * (tokens + tile_n) * k / 1e6]
+@functools.cache
+def features(m: int, n: int, k: int) -> dict[str, list[float]]:
+    """What features_of() in candidates.cpp gives, by kernel."""
+    return _C.features(m, n, k, SMS)
 
 
 def braces(values: Iterable[object]) -> str:
@@ -58,7 +45,7 @@ def non_negative_fit(a: np.ndarray, b: np.ndarray, rounds: int = 2000) -> np.nda
 def fit(times: dict[tuple[int, ...], dict[str, float]]) -> dict[str, np.ndarray]:
     models = {}
     for name in sorted({name for row in times.values() for name in row}):
-        points = [(features(name, *mnk), row[name], row[name] / min(row.values()))
+        points = [(features(*mnk)[name], row[name], row[name] / min(row.values()))
                   for mnk, row in times.items() if name in row]  # fmt: skip
         weight = np.array([1 / (t * ratio**2) for _, t, ratio in points])
         a, b = np.array([f for f, _, _ in points]), np.array([t for _, t, _ in points])
@@ -70,7 +57,7 @@ def held_in(times: dict[tuple[int, ...], dict[str, float]], models: dict[str, np
     """How many times the best of each shape the kernel takes that the models choose."""
     ratios = []
     for mnk, row in times.items():
-        chosen = min(row, key=lambda name, mnk=mnk: float(np.dot(features(name, *mnk), models[name])))
+        chosen = min(row, key=lambda name, mnk=mnk: float(np.dot(features(*mnk)[name], models[name])))
         ratios.append(row[chosen] / min(row.values()))
     return ratios
 

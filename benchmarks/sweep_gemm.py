@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 
 import torch
 
 import octofuse
 from bench_gemm import operand_sets
+from octofuse import _C
 from octofuse.testing.timing import device_time, environment, overlap
 
 WEIGHTS = ((768, 768), (2304, 768), (3072, 768), (768, 3072), (1920, 1920), (4800, 1600), (1600, 6400), (1024, 4096),
@@ -20,19 +20,13 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 38
         8192)  # fmt: skip
 LARGEST = 1.3e11  # M * N * K
 FEW = 64  # tokens
+NO_ESTIMATE = 1e16  # candidates.h
 
 
-def worth_timing(name: str, m: int) -> bool:
-    """Leaves out what wastes most of its tile, and kernels without a tensor-core path worth the time."""
-    found = re.match(r"(skinny|wgmma|cutlass_sm90)/(\d+)x", name)
-    if found is None:
-        return False
-    tokens = int(found[2])
-    if found[1] == "skinny":
-        return tokens < 2 * m + 16
-    if name.find("_swapped") > 0:
-        return m <= 512 and m / 8 <= tokens < 2 * m + 16
-    return m >= 48
+def worth_timing(m: int, n: int, k: int) -> list[str]:
+    """The kernels that candidates.cpp would estimate at this shape, without those it reckons instead of measuring."""
+    found = _C.estimates(m, n, k, "float16", False, 0)
+    return [name for name, us in found if us < NO_ESTIMATE and not name.startswith("cutlass_sm80")]
 
 
 def time_of(name: str, sets: list[tuple[torch.Tensor, ...]], m: int) -> float:
@@ -58,7 +52,7 @@ def main() -> None:
                 continue
             sets = operand_sets(m, n, k)
             row = times[f"{m},{n},{k}"] = {}
-            for name in filter(lambda name, m=m: worth_timing(name, m), octofuse.engines("cuda")):
+            for name in worth_timing(m, n, k):
                 try:
                     row[name] = round(time_of(name, sets, m), 3)
                 except ValueError:  # declines, with its reason

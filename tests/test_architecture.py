@@ -1,4 +1,4 @@
-"""The house's arrows go one way: cli -> models -> nn -> ops -> _C; quant is pure mathematics."""
+"""The house's arrows go one way: cli -> models -> nn -> ops -> _C, layouts -> ops; quant is pure mathematics."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ ROOT = Path(octofuse.__file__).parent
 ALLOWED = {
     "testing": {"_C"},  # timing.environment records the build
     "quant": {"testing"},
-    "layouts": set(),
     "ops": {"_C", "testing"},
+    "layouts": {"ops"},
     "nn": {"ops", "quant"},
     "models": {"nn", "quant"},
     "assets": set(),

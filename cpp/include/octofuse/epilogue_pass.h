@@ -12,6 +12,7 @@ struct DequantizeArgs {
   int64_t rows = 0, cols = 0;
   const void* q = nullptr;  // [rows, cols] int8 or int32, row stride ldq
   int64_t ldq = 0;
+  int64_t q_group = 0;  // q in COL32 (ldq is 32): elements from one group of 32 columns to the next; 0: rows
   DType q_type = DType::kInt8;
   void* out = nullptr;  // [rows, cols], row stride ldo
   int64_t ldo = 0;

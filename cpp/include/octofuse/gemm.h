@@ -7,6 +7,7 @@
 // src/cutlass/EPILOGUES.md holds the formula's every rounding.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -77,6 +78,10 @@ const Candidate& select(const GemmProblem& problem, const Capability& capability
 // Estimated microseconds of every candidate that can serve.
 std::vector<std::pair<const Candidate*, double>> estimates(const GemmProblem& problem, const Capability& capability);
 
+// Microseconds of a kernel are the product of these, fitted by benchmarks/fit_select.py, and of the problem's features.
+using TimeModel = std::array<double, 5>;
+TimeModel features_of(const Candidate& candidate, const GemmProblem& problem, int sm_count);
+
 // The same choice with a reason for every other candidate that the wish names.
 Decision explain(const GemmProblem& problem, const Capability& capability, std::string_view engine);
 
@@ -104,6 +109,7 @@ struct GemmArgs {
   int64_t ldw = 0;
   void* out = nullptr;  // [M, N], row stride ldo
   int64_t ldo = 0;
+  int64_t out_group = 0;  // COL32 output (ldo is 32): elements from one group of 32 columns to the next; 0: rows
   DType out_type = DType::kFloat16;
   EpilogueArgs epilogue;
   // Nothing in flight on the stream writes w, w_scale, bias or w_sum: in a captured chain they may be read before the

@@ -28,9 +28,11 @@ struct RowPassArgs {
   float eps = 0.0F;
   Activation activation = Activation::kNone;
   bool gated = false;
-  // The output, contiguous: y in `type`, or q. With `scales` every row gets its own scale, else all have `scale`.
+  // The output, contiguous: y in `type`, or q, which starts at a multiple of 8 bytes if it is COL32. With `scales`
+  // every row gets its own scale, else all have `scale`.
   void* y = nullptr;
   int8_t* q = nullptr;
+  int64_t q_group = 0;  // q in COL32, padding included: elements from one group of 32 columns to the next; 0: rows
   float* scales = nullptr;
   ScaleView scale;
 };

@@ -21,7 +21,11 @@ struct Api {
   F(cublasLtMatmulPreferenceDestroy) \
   F(cublasLtMatmulPreferenceSetAttribute) \
   F(cublasLtMatrixLayoutCreate) \
-  F(cublasLtMatrixLayoutDestroy)
+  F(cublasLtMatrixLayoutDestroy) \
+  F(cublasLtMatrixLayoutSetAttribute) \
+  F(cublasLtMatrixTransform) \
+  F(cublasLtMatrixTransformDescCreate) \
+  F(cublasLtMatrixTransformDescDestroy)
 // clang-format on
 #define OCTOFUSE_DECLARE(name) decltype(&::name) name = nullptr;
   OCTOFUSE_CUBLASLT_FUNCTIONS(OCTOFUSE_DECLARE)

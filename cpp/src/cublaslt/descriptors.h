@@ -23,22 +23,36 @@ using MatrixLayout =
 using MatmulPreference =
     std::unique_ptr<std::remove_pointer_t<cublasLtMatmulPreference_t>, Destroy<&Api::cublasLtMatmulPreferenceDestroy>>;
 
-inline MatmulDesc make_matmul_desc(cublasComputeType_t compute, cudaDataType_t scale, bool transpose_a) {
-  cublasLtMatmulDesc_t raw = nullptr;
-  check(api().cublasLtMatmulDescCreate(&raw, compute, scale), "cublasLtMatmulDescCreate");
-  MatmulDesc desc(raw);
-  const cublasOperation_t operation = transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
-  check(api().cublasLtMatmulDescSetAttribute(raw, CUBLASLT_MATMUL_DESC_TRANSA, &operation, sizeof(operation)),
-        "cublasLtMatmulDescSetAttribute");
-  return desc;
+using TransformDesc = std::unique_ptr<std::remove_pointer_t<cublasLtMatrixTransformDesc_t>,
+                                      Destroy<&Api::cublasLtMatrixTransformDescDestroy>>;
+
+// int8 operands; `raw`: int32 output, else int8 with an fp32 factor.
+inline MatmulDesc make_matmul_desc(bool raw) {
+  cublasLtMatmulDesc_t desc = nullptr;
+  check(api().cublasLtMatmulDescCreate(&desc, CUBLAS_COMPUTE_32I, raw ? CUDA_R_32I : CUDA_R_32F),
+        "cublasLtMatmulDescCreate");
+  return MatmulDesc(desc);
 }
 
-// Column-major, as the library's default.
-inline MatrixLayout make_layout(cudaDataType_t type, int64_t rows, int64_t cols, int64_t ld) {
+// CUBLASLT_MATMUL_DESC_TRANSA or _TRANSB.
+inline void transpose(std::remove_pointer_t<cublasLtMatmulDesc_t>& desc, cublasLtMatmulDescAttributes_t operand) {
+  const cublasOperation_t operation = CUBLAS_OP_T;
+  check(api().cublasLtMatmulDescSetAttribute(&desc, operand, &operation, sizeof(operation)),
+        "cublasLtMatmulDescSetAttribute");
+}
+
+// Column-major, as the library's default, or in another order.
+inline MatrixLayout make_layout(cudaDataType_t type, int64_t rows, int64_t cols, int64_t ld,
+                                cublasLtOrder_t order = CUBLASLT_ORDER_COL) {
   cublasLtMatrixLayout_t raw = nullptr;
   check(api().cublasLtMatrixLayoutCreate(&raw, type, static_cast<uint64_t>(rows), static_cast<uint64_t>(cols), ld),
         "cublasLtMatrixLayoutCreate");
-  return MatrixLayout(raw);
+  MatrixLayout layout(raw);
+  if (order != CUBLASLT_ORDER_COL) {
+    check(api().cublasLtMatrixLayoutSetAttribute(raw, CUBLASLT_MATRIX_LAYOUT_ORDER, &order, sizeof(order)),
+          "cublasLtMatrixLayoutSetAttribute");
+  }
+  return layout;
 }
 
 inline MatmulPreference make_preference(size_t workspace) {

@@ -10,29 +10,19 @@
 #include "cublaslt/matmul.h"
 
 #include <algorithm>
-#include <array>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <tuple>
 
-#include "cublaslt/descriptors.h"
+#include "cublaslt/plan.h"
 #include "octofuse/error.h"
 
 namespace octofuse::cublaslt {
 namespace {
 
-constexpr size_t kMaxWorkspace = 32 << 20;
-constexpr int kMaxAlgorithms = 16;
 constexpr size_t kMaxPlans = 4096;
-
-struct Plan {
-  MatmulDesc desc;
-  MatrixLayout a, b, d;
-  std::vector<cublasLtMatmulHeuristicResult_t> algorithms;  // best guess first
-  size_t chosen = 0;
-};
 
 using Key = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, DType>;
 
@@ -40,33 +30,19 @@ Key key_of(const GemmArgs& args, int device) {
   return {device, args.m, args.n, args.k, args.ldx, args.ldw, args.ldo, args.out_type};
 }
 
-cublasLtHandle_t handle_for(int device) {
-  static std::array<cublasLtHandle_t, 64> handles{};
-  static std::mutex mutex;
-  const std::lock_guard<std::mutex> lock(mutex);
-  cublasLtHandle_t& handle = handles.at(static_cast<size_t>(device));
-  if (handle == nullptr) check(api().cublasLtCreate(&handle), "cublasLtCreate");
-  return handle;
-}
-
 std::shared_ptr<Plan> make_plan(const GemmArgs& args, int device) {
   auto plan = std::make_shared<Plan>();
-  const bool raw = args.out_type == DType::kInt32;
-  plan->desc = make_matmul_desc(CUBLAS_COMPUTE_32I, raw ? CUDA_R_32I : CUDA_R_32F, /*transpose_a=*/true);
+  const bool raw = plan->raw = args.out_type == DType::kInt32;
+  plan->desc = make_matmul_desc(raw);
+  transpose(*plan->desc, CUBLASLT_MATMUL_DESC_TRANSA);
   plan->a = make_layout(CUDA_R_8I, args.k, args.n, args.ldw);
   plan->b = make_layout(CUDA_R_8I, args.k, args.m, args.ldx);
   plan->d = make_layout(raw ? CUDA_R_32I : CUDA_R_8I, args.n, args.m, args.ldo);
-  const MatmulPreference preference = make_preference(kMaxWorkspace);
-  plan->algorithms.resize(kMaxAlgorithms);
-  int found = 0;
-  const cublasStatus_t status = api().cublasLtMatmulAlgoGetHeuristic(
-      handle_for(device), plan->desc.get(), plan->a.get(), plan->b.get(), plan->d.get(), plan->d.get(),
-      preference.get(), kMaxAlgorithms, plan->algorithms.data(), &found);
-  if (status != CUBLAS_STATUS_SUCCESS || found == 0) {
+  const cublasStatus_t status = find_algorithms(*plan, device);
+  if (plan->algorithms.empty()) {
     throw RuntimeError("cublaslt: no algorithm for M=" + std::to_string(args.m) + ", N=" + std::to_string(args.n) +
                        ", K=" + std::to_string(args.k) + " (status " + std::to_string(static_cast<int>(status)) + ")");
   }
-  plan->algorithms.resize(static_cast<size_t>(found));
   return plan;
 }
 
@@ -94,18 +70,7 @@ PlanCache& cache() {
 
 void launch(const Plan& plan, size_t algorithm, const GemmArgs& args, int device, cudaStream_t stream,
             void* workspace) {
-  const bool raw = args.out_type == DType::kInt32;
-  const int32_t one = 1;
-  const int32_t zero = 0;
-  const float factor = args.epilogue.w_scale.value;
-  const float float_zero = 0.0F;
-  const void* alpha = raw ? static_cast<const void*>(&one) : &factor;
-  const void* beta = raw ? static_cast<const void*>(&zero) : &float_zero;
-  const cublasLtMatmulHeuristicResult_t& choice = plan.algorithms.at(algorithm);
-  check(api().cublasLtMatmul(handle_for(device), plan.desc.get(), alpha, args.w, plan.a.get(), args.x, plan.b.get(),
-                             beta, args.out, plan.d.get(), args.out, plan.d.get(), &choice.algo, workspace,
-                             choice.workspaceSize, stream),
-        "cublasLtMatmul");
+  launch(plan, algorithm, args.epilogue.w_scale.value, args.w, args.x, args.out, workspace, device, stream);
 }
 
 double median_time(const Plan& plan, size_t algorithm, const GemmArgs& args, int device, cudaStream_t stream,

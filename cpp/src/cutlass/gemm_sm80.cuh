@@ -1,124 +1,157 @@
-// CUTLASS 2, mma.sync int8 (sm_80 and every later chip): the same formula behind a visitor that stores by itself, so
-// that one kernel serves every output type and every alignment of the output.
+// mma.sync int8, for sm_80 and every later chip: CUTLASS 2's main loop with this library's epilogue behind it. One
+// kernel serves every output type, order and alignment; kTiled: both operands are COL32 instead of rows.
 #pragma once
 
 #include <cutlass/cutlass.h>
-// The visitors below do not include what they use, so this one comes first.
-#include <cutlass/gemm/kernel/default_gemm_universal_with_visitor.h>
 
-#include <cutlass/gemm/device/gemm_universal_adapter.h>
-#include <cutlass/epilogue/threadblock/fusion/visitors.hpp>
+#include <cutlass/gemm/threadblock/default_mma.h>
 
-#include "cutlass/epilogues.cuh"
 #include "cutlass/gemm_cutlass.h"
 #include "kernels/launch.h"
+#include "kernels/tile_epilogue.cuh"
 
 namespace octofuse::sm80 {
 
-struct StoreArgs {
+// After the main loop the accumulators take the ring's place, [kPartTokens][kPitch] of them at a time whatever the
+// tile, so that all kernels of this file share one epilogue.
+constexpr int kPartTokens = 128, kChannels = 128, kPitch = kChannels + 8;
+using Vectors = TileVectors<kPartTokens, kChannels>;
+
+// TileShare (tile_epilogue.cuh) for any number of threads.
+struct Share {
+  static constexpr int kPiece = 8;
+  static constexpr bool stores = true;
+  int m, m_end, n, m0, n0, step;
+};
+
+__device__ __noinline__ void finish_part(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors,
+                                         const Share& share, const int32_t* accs) {
+  if (output.type == DType::kFloat32 && e.activation > Activation::kRelu) {
+    return finish_narrow<float, kPitch, true>(e, output, vectors, share, accs);
+  }
+  finish_tile<kPitch>(e, output, vectors, share, accs);
+}
+
+template <int kTileM, int kTileN, int kTileK, int kWarpM, int kWarpN, int kStages, bool kTiled>
+struct Tile {
+  // COL32 is, for CUTLASS, column-major in units of 32 consecutive k: of x [M, K], and of w^T [K, N] row-major.
+  using LayoutX = std::conditional_t<kTiled, cutlass::layout::ColumnMajorInterleaved<32>, cutlass::layout::RowMajor>;
+  using LayoutW = std::conditional_t<kTiled, cutlass::layout::RowMajorInterleaved<32>, cutlass::layout::ColumnMajor>;
+  using Mma = typename cutlass::gemm::threadblock::DefaultMma<
+      int8_t, LayoutX, 16, int8_t, LayoutW, 16, int32_t, cutlass::layout::RowMajor, cutlass::arch::OpClassTensorOp,
+      cutlass::arch::Sm80, cutlass::gemm::GemmShape<kTileM, kTileN, kTileK>,
+      cutlass::gemm::GemmShape<kWarpM, kWarpN, kTileK>, cutlass::gemm::GemmShape<16, 8, 32>, kStages,
+      cutlass::arch::OpMultiplyAddSaturate>::ThreadblockMma;
+
+  static constexpr int kM = kTileM, kN = kTileN, kK = kTileK;
+  static constexpr int kWarpTokens = kWarpM, kWarpsM = kTileM / kWarpM;
+  static constexpr int kThreads = 32 * kWarpsM * (kTileN / kWarpN);
+  static constexpr int kParts = (kTileM + kPartTokens - 1) / kPartTokens;
+  static constexpr size_t kRing = sizeof(typename Mma::SharedStorage);
+  static constexpr size_t kParked = sizeof(int32_t) * kPitch * (kTileM < kPartTokens ? kTileM : kPartTokens);
+  static constexpr size_t kVectorsAt = kRing > kParked ? kRing : kParked;
+  static constexpr int kShared = static_cast<int>(kVectorsAt + kParts * sizeof(Vectors));
+  static_assert(kVectorsAt % 16 == 0 && kPartTokens % kWarpM == 0 && kTileN <= kChannels);
+};
+
+template <class T>
+struct KernelArgs {
+  typename T::Mma::IteratorA::Params x_steps;
+  typename T::Mma::IteratorB::Params w_steps;
+  int8_t* x;
+  int8_t* w;
+  int k, tiles_m, tiles_n;
   EpilogueArgs epilogue;
-  void* out;
-  int64_t ldo;
-  DType type;
-  bool vector;  // rows of kVector elements start at multiples of their size
+  TileOutput output;
 };
 
-template <class ThreadMap>
-struct FormulaStore : cutlass::epilogue::threadblock::VisitorImpl2x<> {
-  struct SharedStorage {};
-  using Arguments = StoreArgs;
-  using Params = StoreArgs;
-  static constexpr int kVector = ThreadMap::kElementsPerAccess;
+// Neighbouring blocks take 8 tiles of tokens of the same channels, then the next channels: what they read stays in L2.
+struct Place {
+  int tile_m, tile_n;
 
-  template <class ProblemShape>
-  static constexpr Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) {
-    return args;
+  __device__ Place(int tiles_m, int tiles_n) {
+    constexpr int kGroup = 8;
+    const int block = static_cast<int>(blockIdx.x);
+    const int first = block / (kGroup * tiles_n) * kGroup;
+    const int rows = min(kGroup, tiles_m - first);
+    const int rest = block - first * tiles_n;
+    tile_m = first + rest % rows;
+    tile_n = rest / rows;
+  }
+};
+
+// A warp's accumulators to [tokens][kPitch].
+template <class T>
+__device__ void park(const typename T::Mma::FragmentC& accumulators, int32_t* parked, int warp_m, int warp_n,
+                     int lane) {
+  typename T::Mma::Operator::IteratorC::TensorRef ref(parked, cutlass::layout::RowMajor(kPitch));
+  typename T::Mma::Operator::IteratorC target(ref, lane);
+  target.add_tile_offset({warp_m, warp_n});
+  target.store(accumulators);
+}
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads) gemm_mma(const __grid_constant__ KernelArgs<T> args) {
+  using Mma = typename T::Mma;
+  extern __shared__ __align__(128) uint8_t memory[];
+  auto* vectors = reinterpret_cast<Vectors*>(memory + T::kVectorsAt);
+  auto* parked = reinterpret_cast<int32_t*>(memory);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int warp = cutlass::canonical_warp_idx_sync();
+  const int lane = thread % 32;
+  const Place place(args.tiles_m, args.tiles_n);
+  const int m0 = place.tile_m * T::kM;
+  const int n0 = place.tile_n * T::kN;
+  wait_for_earlier_kernels();
+  let_later_kernels_start();
+
+  for (int i = 0; i < T::kParts; ++i) {
+    load_vectors<T::kThreads>(args.epilogue, args.output, m0 + i * kPartTokens, n0, false, thread, vectors[i]);
+  }
+  typename Mma::FragmentC accumulators;
+  accumulators.clear();
+  {
+    typename Mma::IteratorA x(args.x_steps, args.x, {args.output.m, args.k}, thread, {m0, 0});
+    typename Mma::IteratorB w(args.w_steps, args.w, {args.k, args.output.n}, thread, {0, n0});
+    Mma mma(*reinterpret_cast<typename Mma::SharedStorage*>(memory), thread, warp, lane);
+    mma((args.k + T::kK - 1) / T::kK, accumulators, x, w, accumulators);
   }
 
-  CUTLASS_HOST_DEVICE FormulaStore() {}
-  CUTLASS_HOST_DEVICE FormulaStore(Params const& params, SharedStorage const&) : params_(&params) {}
-
-  template <class ThreadCoordinates>
-  struct Callbacks : cutlass::epilogue::threadblock::EmptyCallbacks {
-    CUTLASS_DEVICE Callbacks(ThreadCoordinates coordinates, int m_end, int n_end, Params const* params)
-        : coordinates(coordinates), m_end(m_end), n_end(n_end), params(params) {}
-
-    template <class Accumulator, int kSize>
-    CUTLASS_DEVICE auto visit(int iteration, int row, int column, int, cutlass::Array<Accumulator, kSize> const& acc) {
-      using namespace cute;
-      auto first = coordinates(column, row, iteration);
-      octofuse::Coordinates<kSize> at;
-      at.m_end = m_end;
-      at.n_end = n_end;
-      int32_t values[kSize];
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kSize; ++i) {
-        at.m[i] = get<0>(first);
-        at.n[i] = get<1>(first) + i;
-        values[i] = acc[i];
-      }
-      if (at.inside(0)) {
-        const int64_t offset = static_cast<int64_t>(at.m[0]) * params->ldo + at.n[0];
-        store_row(params->out, params->type, offset, values, at, params->epilogue, params->vector);
-      }
-      return acc;
+  constexpr int kPieces = T::kN / Share::kPiece;
+  const int warp_m = warp % T::kWarpsM;
+  for (int i = 0; i < T::kParts; ++i) {
+    const int first = m0 + i * kPartTokens;
+    __syncthreads();  // the ring, or the part before, has been read
+    const int row = warp_m - i * (kPartTokens / T::kWarpTokens);
+    if (row >= 0 && row * T::kWarpTokens < kPartTokens) {
+      park<T>(accumulators, parked, row, warp / T::kWarpsM, lane);
     }
-
-    ThreadCoordinates coordinates;
-    int m_end, n_end;
-    Params const* params;
-  };
-
-  template <class ProblemShape>
-  CUTLASS_DEVICE auto get_callbacks(cutlass::gemm::GemmCoord tile, int thread, ProblemShape shape) {
-    using namespace cute;
-    // (column access, row access, iteration) -> coordinate of the access's first element
-    auto coordinates =
-        group_modes<2, 5>(ThreadMap::partition(make_identity_tensor(shape), thread, tile)(_0{}, _, _, _, _, _));
-    return Callbacks<decltype(coordinates)>(coordinates, get<0>(shape), get<1>(shape), params_);
+    __syncthreads();
+    Share share{
+        thread / kPieces,     min(kPartTokens, args.output.m - first), thread % kPieces * Share::kPiece, first, n0,
+        T::kThreads / kPieces};
+    share.m_end = n0 + share.n < args.output.n ? min(share.m_end, T::kM) : 0;
+    finish_part(args.epilogue, args.output, vectors[i], share, parked);
   }
+}
 
-  Params const* params_ = nullptr;
-};
-
-template <int kTileM, int kTileN, int kTileK, int kWarpM, int kWarpN, int kStages>
-struct Kernel {
-  using RowMajor = cutlass::layout::RowMajor;
-  using ThreadblockShape = cutlass::gemm::GemmShape<kTileM, kTileN, kTileK>;
-  using WarpShape = cutlass::gemm::GemmShape<kWarpM, kWarpN, kTileK>;
-  // The thread map speaks of int32 outputs, 16 bytes an access; the visitor narrows them itself.
-  using ThreadMap = cutlass::epilogue::threadblock::OutputTileThreadLayout<ThreadblockShape, WarpShape, int32_t, 4, 1>;
-  using Visitor = FormulaStore<ThreadMap>;
-  using GemmKernel = typename cutlass::gemm::kernel::DefaultGemmWithVisitor<
-      int8_t, RowMajor, cutlass::ComplexTransform::kNone, 16, int8_t, cutlass::layout::ColumnMajor,
-      cutlass::ComplexTransform::kNone, 16, int32_t, RowMajor, 4, int32_t, float, cutlass::arch::OpClassTensorOp,
-      cutlass::arch::Sm80, ThreadblockShape, WarpShape, cutlass::gemm::GemmShape<16, 8, 32>, Visitor,
-      cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<4>, kStages, cutlass::arch::OpMultiplyAddSaturate,
-      1>::GemmKernel;
-
-  static void run(const GemmArgs& args, int device, cudaStream_t stream) {
-    constexpr int64_t kVector = Visitor::kVector;
-    const size_t access = kVector * size_of(args.out_type);
-    StoreArgs store{args.epilogue, args.out, args.ldo, args.out_type,
-                    args.ldo % kVector == 0 && reinterpret_cast<uintptr_t>(args.out) % access == 0};
-    typename GemmKernel::Arguments arguments(
-        cutlass::gemm::GemmUniversalMode::kGemm,
-        {static_cast<int>(args.m), static_cast<int>(args.n), static_cast<int>(args.k)}, 1, store,
-        const_cast<int8_t*>(args.x), const_cast<int8_t*>(args.w), nullptr, nullptr, 0, 0, 0, 0,
-        static_cast<int>(args.ldx), static_cast<int>(args.ldw), 0, 0);
-
-    constexpr int kShared = static_cast<int>(sizeof(typename GemmKernel::SharedStorage));
-    if (kShared > 48 * 1024) {
-      allow_shared_memory(reinterpret_cast<const void*>(cutlass::Kernel2<GemmKernel>), kShared, device, raised_);
-    }
-    typename GemmKernel::Params params(arguments, device_capability(device).sm_count, 1);
-    const dim3 grid = params.get_grid_dims();
-    cutlass::Kernel2<GemmKernel><<<grid, GemmKernel::kThreadCount, kShared, stream>>>(params);
-    check_launch("cutlass_sm80");
-  }
-
- private:
-  static inline DeviceFlags raised_{};
-};
+template <class T>
+void run_tile(const GemmArgs& args, int device, cudaStream_t stream) {
+  static DeviceFlags raised{};
+  const auto* function = reinterpret_cast<const void*>(gemm_mma<T>);
+  if (T::kShared > 48 * 1024) allow_shared_memory(function, T::kShared, device, raised);
+  KernelArgs<T> kernel{typename T::LayoutX(static_cast<int>(args.ldx)),
+                       typename T::LayoutW(static_cast<int>(args.ldw)),
+                       const_cast<int8_t*>(args.x),  // CUTLASS's iterators know no const
+                       const_cast<int8_t*>(args.w),
+                       static_cast<int>(args.k),
+                       static_cast<int>((args.m + T::kM - 1) / T::kM),
+                       static_cast<int>((args.n + T::kN - 1) / T::kN),
+                       args.epilogue,
+                       output_of(args)};
+  const dim3 grid(static_cast<unsigned>(kernel.tiles_m) * static_cast<unsigned>(kernel.tiles_n));
+  launch_kernel("cutlass_sm80", function, grid, dim3(T::kThreads), T::kShared, dim3(1), is_chained(stream, device),
+                &kernel, stream);
+}
 
 }  // namespace octofuse::sm80

@@ -79,7 +79,7 @@ struct FormulaNode : cutlass::epilogue::fusion::Sm90VisitorImpl<> {
     // the last tile's readers already: its TMA store needs that.
     CUTLASS_DEVICE void begin() {
       if constexpr (!std::is_same_v<Out, int32_t>) {
-        const TileOutput output{nullptr, 0, DType::kOther, false, m_end, n_end};
+        const TileOutput output{nullptr, 0, 0, DType::kOther, false, m_end, n_end};
         load_vectors<kThreads>(*params, output, tile_m, tile_n, false, thread, *shared);
       }
     }

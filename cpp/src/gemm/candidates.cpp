@@ -81,6 +81,7 @@ std::vector<Candidate> make_candidates() {
   all.push_back({Engine::kCutlassSm90, "cutlass_sm90/128x128x128_pingpong_2x1", 0, 128, 128, 1, 1});
   all.push_back({Engine::kCutlassSm80, "cutlass_sm80/128x128x64", 0, 128, 128, 1, 1});
   all.push_back({Engine::kCutlassSm80, "cutlass_sm80/64x64x64", 1, 64, 64, 1, 1});
+  all.push_back({Engine::kCutlassSm80, "cutlass_sm80/256x128x64", 2, 256, 128, 1, 1});
   all.push_back({Engine::kCublasLt, "cublaslt", 0, 0, 0, 1, 1});
   all.push_back({Engine::kNaive, "naive", 0, 16, 16, 1, 1});
   return all;
@@ -93,6 +94,8 @@ const Candidate* find(const std::string& name) {
   return nullptr;
 }
 
+double ceil_div(int64_t a, int64_t b) { return static_cast<double>((a + b - 1) / b); }
+
 // One model a candidate, in candidates()' order. Those that were not swept come last.
 const std::vector<TimeModel>& models() {
   static const std::vector<TimeModel> all = [] {
@@ -100,12 +103,44 @@ const std::vector<TimeModel>& models() {
     for (const auto& [name, model] : kModels) {
       if (const Candidate* candidate = find(name)) list[static_cast<size_t>(candidate - candidates().data())] = model;
     }
-    // mma.sync tiles: two points each on an H200, where they never win; they serve other chips and fp32 activations.
-    list[static_cast<size_t>(find("cutlass_sm80/128x128x64") - candidates().data())] = {3, 1, 1.45, 0.1, 0};
-    list[static_cast<size_t>(find("cutlass_sm80/64x64x64") - candidates().data())] = {3, 0.25, 0.47, 0.1, 0};
     return list;
   }();
   return all;
+}
+
+// int8 products of an SM in a clock through mma.sync, GHz, GB/s of memory: from data sheets, for 90 as measured.
+struct Chip {
+  int compute_capability;
+  double macs, clock, bandwidth;
+};
+
+constexpr Chip kChips[] = {
+    {80, 2048, 1.41, 1555}, {86, 1024, 1.70, 760},  {87, 1024, 1.30, 205},   {89, 1024, 2.50, 864},
+    {90, 2048, 1.70, 4300}, {100, 2048, 1.8, 8000}, {120, 1024, 2.40, 1792},
+};
+
+// The newest chip that is not newer: an unknown one is taken for its predecessor.
+const Chip& chip_of(int compute_capability) {
+  const Chip* chip = kChips;
+  for (const Chip& known : kChips) {
+    if (known.compute_capability <= compute_capability) chip = &known;
+  }
+  return *chip;
+}
+
+// mma.sync tiles are not swept but reckoned: a launch, then the tensor cores of the SM that gets most tiles, or memory.
+double roofline(const Candidate& c, const GemmProblem& problem, const Capability& capability) {
+  // Shares of the peak that the main loops reach on an H200; fill and epilogue take as long as 512 more of K.
+  constexpr double kEfficiency[] = {0.89, 0.54, 0.83};
+  constexpr double kLaunch = 3, kFill = 512;
+  const Chip& chip = chip_of(capability.compute_capability);
+  const double tiles = ceil_div(problem.m, c.tile_m) * ceil_div(problem.n, c.tile_n);
+  const double rounds = std::ceil(tiles / std::max(1, capability.sm_count));
+  const double products = static_cast<double>(c.tile_m * c.tile_n) * (static_cast<double>(problem.k) + kFill);
+  const double compute = rounds * products / (chip.macs * chip.clock * 1e3 * kEfficiency[c.tile]);
+  const double bytes = static_cast<double>((problem.m + problem.n) * problem.k) +
+                       static_cast<double>(problem.m * problem.n) * static_cast<double>(size_of(problem.out));
+  return kLaunch + std::max(compute, bytes / (chip.bandwidth * 1e3));
 }
 
 const std::vector<const Candidate*>& measured_candidates() {
@@ -117,13 +152,10 @@ const std::vector<const Candidate*>& measured_candidates() {
   return all;
 }
 
-double ceil_div(int64_t a, int64_t b) { return static_cast<double>((a + b - 1) / b); }
-
-// Where benchmarks/sweep_gemm.py times a kernel: elsewhere most of its tile would be empty, or its many tiles would
-// read the weights again and again.
+// Where a kernel is timed (benchmarks/sweep_gemm.py) and estimated: elsewhere most of its tile would be empty, or its
+// many tiles would read the weights again and again.
 bool is_swept(const Candidate& c, int64_t m) {
   if (c.engine == Engine::kSkinny) return c.tile_m < 2 * m + 16;
-  if (c.engine == Engine::kCutlassSm80) return true;
   if (c.engine == Engine::kWgmma && wgmma::kTiles[c.tile].form == kSwapped) {
     return m <= 512 && m <= 8 * c.tile_m && c.tile_m < 2 * m + 16;
   }
@@ -136,10 +168,18 @@ int64_t step_of(const Candidate& c) {
   return depth == 0 ? 4096 : 512 * depth;
 }
 
+}  // namespace
+
+const std::vector<Candidate>& candidates() {
+  static const std::vector<Candidate> all = make_candidates();
+  return all;
+}
+
 // For tiles: one; rounds in which the device runs its blocks; steps of K of the blocks that share an SM; megabytes of
 // weights; megabytes that all blocks read. For skinny kernels: one; rounds; megabytes of weights; of tokens, as all
 // blocks read them; steps of K.
-TimeModel features_of(const Candidate& c, const GemmProblem& problem, double sms) {
+TimeModel features_of(const Candidate& c, const GemmProblem& problem, int sm_count) {
+  const double sms = std::max(1, sm_count);
   const double k = static_cast<double>(problem.k);
   const double megabytes = static_cast<double>(problem.n) * k / 1e6;
   const double tokens = static_cast<double>(std::min<int64_t>(c.tile_m, problem.m));
@@ -156,21 +196,18 @@ TimeModel features_of(const Candidate& c, const GemmProblem& problem, double sms
           tiles * (tokens + c.tile_n) * k / 1e6};
 }
 
-}  // namespace
-
-const std::vector<Candidate>& candidates() {
-  static const std::vector<Candidate> all = make_candidates();
-  return all;
-}
-
 double estimated_time(const Candidate& c, const GemmProblem& problem, const Capability& capability) {
   // With a second pass, or without tensor cores, they come after every fused kernel.
   if (c.engine == Engine::kCublasLt) return 1e17;
   if (c.engine == Engine::kNaive) return 1e30;
+  if (c.engine == Engine::kCutlassSm80) return roofline(c, problem, capability);
   if (!is_swept(c, problem.m)) return kNoEstimate;
   const TimeModel& model = models()[static_cast<size_t>(&c - candidates().data())];
-  const TimeModel features = features_of(c, problem, std::max(1, capability.sm_count));
-  return std::inner_product(model.begin(), model.end(), features.begin(), 0.0);
+  const TimeModel features = features_of(c, problem, capability.sm_count);
+  const double time = std::inner_product(model.begin(), model.end(), features.begin(), 0.0);
+  // Skinny kernels, swept on an H200 as well, wait for memory wherever they run.
+  return c.engine == Engine::kSkinny ? time * chip_of(90).bandwidth / chip_of(capability.compute_capability).bandwidth
+                                     : time;
 }
 
 const Candidate* measured_best(const GemmProblem& problem, const Capability& capability) {

@@ -1,15 +1,9 @@
 // The kernels that select() chooses from, with what was measured of each.
 #pragma once
 
-#include <array>
-
 #include "octofuse/gemm.h"
 
 namespace octofuse {
-
-// Microseconds of a kernel: the product of these and of the problem's features. What each feature is stands in
-// features_of() and, to fit them, in benchmarks/fit_select.py.
-using TimeModel = std::array<double, 5>;
 
 // At least kNoEstimate where the model says nothing: the kernel was not swept at this many tokens.
 constexpr double kNoEstimate = 1e16;

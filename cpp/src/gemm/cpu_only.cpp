@@ -3,6 +3,7 @@
 #include "octofuse/epilogue_pass.h"
 #include "octofuse/error.h"
 #include "octofuse/gemm.h"
+#include "octofuse/layout.h"
 #include "octofuse/row_pass.h"
 
 namespace octofuse {
@@ -25,6 +26,11 @@ void set_tuned(int, TunedTable) { absent(); }
 bool prefer_cublaslt(int64_t, int64_t, int64_t, DType, int, int) { absent(); }
 void run_gemm(const Candidate&, const GemmArgs&, int, Stream, const Allocator&) { absent(); }
 std::vector<std::pair<int, double>> tune_cublaslt(const GemmArgs&, int, Stream, const Allocator&) { absent(); }
+void run_gemm_col32(const GemmArgs&, int, Stream) { absent(); }
+void convert_layout(const ConvertArgs&, int, Stream) { absent(); }
+void convert_layout_cublaslt(const ConvertArgs&, int, Stream) { absent(); }
+int cublaslt_algorithms(const OrderedGemm&, int) { absent(); }
+void run_gemm_ordered(const OrderedGemm&, int, int, Stream, const Allocator&) { absent(); }
 void row_pass(const RowPassArgs&, int, Stream) { absent(); }
 void apply_epilogue(const DequantizeArgs&, int, Stream) { absent(); }
 void pad_rows(const int8_t*, int64_t, int64_t, int64_t, int8_t*, int64_t, int, Stream) { absent(); }

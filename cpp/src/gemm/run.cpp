@@ -8,6 +8,7 @@
 #include "octofuse/epilogue_pass.h"
 #include "octofuse/error.h"
 #include "octofuse/gemm.h"
+#include "octofuse/layout.h"
 #include "wgmma/launch.h"
 
 namespace octofuse {
@@ -87,6 +88,17 @@ void run_gemm(const Candidate& candidate, const GemmArgs& args, int device, Stre
     default:
       return run_cublaslt(aligned, device, stream, allocate);
   }
+}
+
+void run_gemm_col32(const GemmArgs& args, int device, Stream stream) {
+  const DeviceGuard guard(device);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (args.out_group != 0 && args.n % 32 != 0) {  // the last group's padding
+    const size_t group = static_cast<size_t>(args.out_group) * size_of(args.out_type);
+    char* last = static_cast<char*>(args.out) + static_cast<size_t>(args.n / 32) * group;
+    if (cudaMemsetAsync(last, 0, group, cuda_stream) != cudaSuccess) throw RuntimeError("col32: memset failed");
+  }
+  sm80::run_col32(args, device, cuda_stream);
 }
 
 std::vector<std::pair<int, double>> tune_cublaslt(const GemmArgs& args, int device, Stream stream,

@@ -23,7 +23,8 @@ struct alignas(sizeof(Q) * kSize < 16 ? sizeof(Q) * kSize : 16) Pack {
 
 template <class Q>
 __device__ void load(const DequantizeArgs& args, int64_t row, int col, bool wide, int32_t (&acc)[kSize]) {
-  const Q* source = static_cast<const Q*>(args.q) + row * args.ldq + col;
+  const int64_t place = args.q_group == 0 ? col : col / 32 * args.q_group + col % 32;
+  const Q* source = static_cast<const Q*>(args.q) + row * args.ldq + place;
   if (wide) {
     const Pack<Q> pack = *reinterpret_cast<const Pack<Q>*>(source);
 #pragma unroll
@@ -136,7 +137,8 @@ void apply_epilogue(const DequantizeArgs& args, int device, Stream stream) {
   const int64_t wanted = std::max<int64_t>(1, 16 * device_capability(device).sm_count / across);
   const int64_t down = std::min({(args.rows + kRows - 1) / kRows, wanted, kMaxBlocks});
   kernel<<<dim3(static_cast<unsigned>(across), static_cast<unsigned>(down)), kBlock, 0,
-           static_cast<cudaStream_t>(stream)>>>(args, is_wide(args.q, args.ldq, args.cols, args.q_type),
+           static_cast<cudaStream_t>(stream)>>>(args,
+                                                args.q_group != 0 || is_wide(args.q, args.ldq, args.cols, args.q_type),
                                                 is_wide(args.out, args.ldo, args.cols, args.out_type));
   check_launch("apply_epilogue");
 }

@@ -70,7 +70,7 @@ __device__ void store(int32_t* sums, int lane, const int32_t (&acc)[Tile::kToken
 template <class Tile, class Share>
 __device__ void add_warps(const Share& share, int32_t* sums) {
 #pragma unroll 1
-  for (int m = share.m; m < share.m_end; m += Share::kStep) {
+  for (int m = share.m; m < share.m_end; m += share.step) {
     auto* own = reinterpret_cast<int2*>(sums + m * Tile::kPitch + share.n);
     int2 total = make_int2(0, 0);
 #pragma unroll

@@ -12,7 +12,7 @@ constexpr int kSpan = 512;  // bytes of a row that a warp reads at once
 // One output of the tile for each thread.
 struct OneOutput {
   static constexpr int kPiece = 1;
-  static constexpr int kStep = 1;
+  static constexpr int step = 1;
   int m, m_end, n;
   int m0 = 0;
   int n0;

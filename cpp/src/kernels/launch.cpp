@@ -46,7 +46,7 @@ TileOutput output_of(const GemmArgs& args) {
   const EpilogueArgs& e = args.epilogue;
   const bool wide = args.n % 8 == 0 && is_wide(args.out, args.ldo, args.out_type) &&
                     (e.residual == nullptr || is_wide(e.residual, e.residual_ld, e.residual_type));
-  return {args.out, args.ldo, args.out_type, wide, static_cast<int>(args.m), static_cast<int>(args.n)};
+  return {args.out, args.ldo, args.out_group, args.out_type, wide, static_cast<int>(args.m), static_cast<int>(args.n)};
 }
 
 bool allow_overlap(bool allowed) { return overlap_allowed.exchange(allowed); }

@@ -34,10 +34,17 @@ void launch_kernel(const char* name, const void* function, dim3 grid, dim3 block
 // Where a tile's epilogue writes (tile_epilogue.cuh).
 struct TileOutput {
   void* out;
-  int64_t ldo;
+  int64_t ldo, group;  // GemmArgs' ldo and out_group
   DType type;
   bool wide;  // 8 channels of output and residual can be accessed at once, and N is a multiple of 8
   int m, n;   // of the whole output
+
+#ifdef __CUDACC__
+  __device__ int64_t offset(int row, int column) const {
+    const int64_t at = static_cast<int64_t>(row) * ldo;
+    return group == 0 ? at + column : at + column / 32 * group + column % 32;
+  }
+#endif
 };
 
 TileOutput output_of(const GemmArgs& args);

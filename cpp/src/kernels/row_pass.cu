@@ -33,13 +33,7 @@ RowKernel kernel_for(int64_t rows, int64_t packs, bool wide) {
       if (packs <= 512 && rows >= 1024) return kernel_of<T, kOp, 128, 4>();
     }
     if (packs <= 512) return kernel_of<T, kOp, 256, 2>();
-    if (packs > 1024) {
-      if constexpr (kOp == RowOp::kActivate) {
-        return kernel_of<T, kOp, 256, 0>();  // another 60 KB of code otherwise: the widest rows are read twice instead
-      } else {
-        return kernel_of<T, kOp, 512, 4>();
-      }
-    }
+    if (packs > 1024) return kernel_of<T, kOp, 512, 4>();
   }
   return kernel_of<T, kOp, 256, 4>();
 }
@@ -61,7 +55,7 @@ bool is_wide(const RowPassArgs& args) {
   };
   return args.cols % rows::kPack == 0 && fits(args.x, args.ldx, args.type) &&
          fits(args.residual, args.residual_ld, args.type) && fits(args.sum, args.cols, args.type) &&
-         fits(args.y, args.cols, args.type) && fits(args.q, args.cols, DType::kInt8) &&
+         fits(args.y, args.cols, args.type) && (args.q_group != 0 || fits(args.q, args.cols, DType::kInt8)) &&
          fits(args.weight, 0, args.affine_type) && fits(args.bias, 0, args.affine_type);
 }
 

@@ -175,6 +175,15 @@ __device__ inline float row_max(float value) {
 // A zero row gets scale 1, so that nobody divides by zero later.
 __device__ inline float scale_of(float amax) { return amax == 0.0F ? 1.0F : __fdiv_rn(amax, 127.0F); }
 
+// Out of line: four activations of 8 elements, in every pack of every variant, would be most of this file's machine
+// code.
+template <class T>
+__device__ __noinline__ Pack<T> activated(Pack<T> pack, Activation activation) {
+  Pack<float> wide = widen(pack);
+  activate_by<T, std::is_same_v<T, float>>(activation, wide.values);
+  return narrow<T>(wide);
+}
+
 // What a row is read from: x, and with it the residual or, gated, the other half of the row.
 template <class T, RowOp kOp, bool kWide>
 struct Source {
@@ -214,7 +223,7 @@ struct Source {
         }
       }
     } else if constexpr (kOp == RowOp::kActivate) {
-      activate_pack(pack);
+      pack = activated(pack, args.activation);
       if (args.gated) {
         const Pack<T> up = read(x + cols, index);
 #pragma unroll
@@ -224,15 +233,6 @@ struct Source {
       }
     }
     return pack;
-  }
-
-  __device__ void activate_pack(Pack<T>& pack) const {
-    float t[kPack];
-#pragma unroll
-    for (int j = 0; j < kPack; ++j) t[j] = to_float(pack.values[j]);
-    activate_by<T, std::is_same_v<T, float>>(args.activation, t);
-#pragma unroll
-    for (int j = 0; j < kPack; ++j) pack.values[j] = from_float<T>(t[j]);
   }
 };
 
@@ -257,8 +257,8 @@ __device__ inline void load_affine(const void* data, DType type, int index, int 
   }
 }
 
-// A row centred and held in fp32, and what one element of it is multiplied with. Each step is one fp32 operation:
-// h - mean, * inverse, * weight, + bias, and the result to T.
+// The last steps of a norm, one fp32 operation each: (h - mean) * inverse, * weight, + bias, and the result to T. It is
+// given packs of h - mean.
 template <class T, bool kWide>
 struct Normalise {
   const RowPassArgs& args;
@@ -305,6 +305,10 @@ __device__ inline void store(T* row, int index, int cols, const Pack<T>& pack) {
   }
 }
 
+__device__ inline int64_t col32_offset(const RowPassArgs& args, int pack) {
+  return pack / 4 * args.q_group + pack % 4 * kPack;
+}
+
 // each(f) hands every finished pack of this thread to f.
 template <class T, int kThreads, bool kWide, class Each>
 __device__ void write(const RowPassArgs& args, int64_t row, int thread, Each each) {
@@ -323,12 +327,20 @@ __device__ void write(const RowPassArgs& args, int64_t row, int thread, Each eac
   } else {
     r = reciprocal(scale_at(args.scale, 0));
   }
-  int8_t* q = args.q + row * args.cols;
+  const bool col32 = args.q_group != 0;
+  int8_t* q = args.q + row * (col32 ? 32 : args.cols);
   each([&](const Pack<T>& pack, int index) {
     Pack<int8_t> out;
     round_to(widen(pack).values, -127, r, out.values);
+    if (col32) return store<true>(q + col32_offset(args, index), 0, kPack, out);  // behind the row's end: zeros
     store<kWide>(q, index, cols, out);
   });
+  if (col32) {
+    const int count = (cols + kPack - 1) / kPack;
+    const int last = (count + 3) / 4 * 4;
+    for (int i = count + thread; i < last; i += kThreads)
+      store<true>(q + col32_offset(args, i), 0, kPack, Pack<int8_t>{});
+  }
 }
 
 template <int kThreads>

@@ -115,13 +115,13 @@ __device__ void load_vectors(const EpilogueArgs& e, const TileOutput& output, in
   pending.store(e, output, m0, n0, thread, vectors);
 }
 
-// What one of kThreads threads finishes: kPiece channels, always the same, of every kStep-th token of a part of the
+// What one of kThreads threads finishes: kPiece channels, always the same, of every step-th token of a part of the
 // tile.
 template <int kTokens, int kChannels, int kThreads, int kPiece_ = 8>
 struct TileShare {
   static constexpr int kPiece = kPiece_;
   static constexpr int kPieces = kChannels / kPiece;  // of a token
-  static constexpr int kStep = kThreads / kPieces;    // tokens that the threads cover at once
+  static constexpr int step = kThreads / kPieces;     // tokens that the threads cover at once
   int m, m_end, n;                                    // in the tile; nothing to do where m >= m_end
   int m0, n0;                                         // the tile's first token and channel
   bool stores = true;
@@ -132,7 +132,7 @@ struct TileShare {
     const int size = (tokens + parts - 1) / parts;
     m = part * size + thread / kPieces;
     n = thread % kPieces * kPiece;
-    m_end = thread < kStep * kPieces && n0 + n < output.n ? min((part + 1) * size, tokens) : 0;
+    m_end = thread < step * kPieces && n0 + n < output.n ? min((part + 1) * size, tokens) : 0;
   }
 
   // One token, nothing stored: brings the code of the epilogue into the instruction cache while operands are still on
@@ -161,9 +161,9 @@ __device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, con
     at.n[j] = share.n0 + share.n + j;
   }
   const bool adds = !std::is_same_v<Out, int32_t> && e.residual != nullptr && share.stores;
-  Out* out = static_cast<Out*>(output.out) + static_cast<int64_t>(share.m0 + share.m) * output.ldo + at.n[0];
+  Out* out = static_cast<Out*>(output.out) + output.offset(share.m0 + share.m, at.n[0]);
 #pragma unroll 2
-  for (int m = share.m; m < share.m_end; m += Share::kStep) {
+  for (int m = share.m; m < share.m_end; m += share.step) {
     const auto* source = reinterpret_cast<const int4*>(accs + m * kPitch + share.n);
     const int4 low = source[0];
     const int4 high = source[1];
@@ -183,17 +183,17 @@ __device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, con
     };
     epilogue<Out>(acc, operands, activate, e.clamp_low, vectors.out_inverse, values);
     if (share.stores) store_piece<true>(out, at, values);
-    out += Share::kStep * output.ldo;
+    out += share.step * output.ldo;
   }
 }
 
-// Any alignment and any switch.
-template <class Out, int kPitch, class Share, class Vectors>
+// Any alignment and any switch; kDoubleActivation: see activate_by.
+template <class Out, int kPitch, bool kDoubleActivation = false, class Share, class Vectors>
 __device__ void finish_narrow(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors,
                               const Share& share, const int32_t* accs) {
   constexpr int kPiece = Share::kPiece;
 #pragma unroll 1
-  for (int m = share.m; m < share.m_end; m += Share::kStep) {
+  for (int m = share.m; m < share.m_end; m += share.step) {
     Operands<kPiece> operands;
     Coordinates<kPiece> at;
     int32_t acc[kPiece];
@@ -215,11 +215,10 @@ __device__ void finish_narrow(const EpilogueArgs& e, const TileOutput& output, c
       load_residual(at, e, operands.residual);
     }
     Out values[kPiece];
-    const auto activate = [&](auto& t) { activate_by<Out, false>(e.activation, t); };
+    const auto activate = [&](auto& t) { activate_by<Out, kDoubleActivation>(e.activation, t); };
     epilogue<Out>(acc, operands, activate, e.clamp_low, vectors.out_inverse, values);
     if (!share.stores) continue;
-    store_piece<false>(static_cast<Out*>(output.out) + static_cast<int64_t>(at.m[0]) * output.ldo + at.n[0], at,
-                       values);
+    store_piece<false>(static_cast<Out*>(output.out) + output.offset(at.m[0], at.n[0]), at, values);
   }
 }
 

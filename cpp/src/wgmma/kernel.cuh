@@ -197,7 +197,7 @@ __device__ void park(int32_t* parked, int warp, int lane, const uint32_t (&d)[Ti
 template <class Tile>
 __device__ void add_other_blocks(const KernelArgs& args, const Place& place, const typename Tile::Share& share,
                                  int32_t* parked) {
-  for (int m = share.m; m < share.m_end; m += Tile::Share::kStep) {
+  for (int m = share.m; m < share.m_end; m += share.step) {
     auto* own = reinterpret_cast<int4*>(parked + m * Tile::kPitch + share.n);
     int4 low = own[0];
     int4 high = own[1];

@@ -1,6 +1,7 @@
-"""The memory layouts of int8 GEMMs, as objects: where an element lies, conversions, and pictures."""
+"""The memory layouts of int8 GEMMs, as objects: where an element lies, conversions, products, and pictures."""
 
-from octofuse.layouts.convert import LaidOut, from_layout, to_layout
+from octofuse.layouts.convert import LaidOut, dequantize, from_layout, quantize, to_layout
+from octofuse.layouts.gemm import linear, matmul, support
 from octofuse.layouts.maps import (
     COL,
     COL4_4R2_8C,
@@ -22,8 +23,13 @@ __all__ = [
     "ROW",
     "LaidOut",
     "Layout",
+    "dequantize",
     "from_layout",
     "interleaved",
     "layout_named",
+    "linear",
+    "matmul",
+    "quantize",
+    "support",
     "to_layout",
 ]

@@ -1,4 +1,4 @@
-"""Matrices into a layout and back, in plain torch on any device."""
+"""Matrices into a layout and back: one kernel on a GPU, plain torch on the CPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octofuse.layouts.maps import Layout, _inner, _inverse
+from octofuse import ops
+from octofuse.layouts.maps import COL32, Layout, _inner, _inverse
+from octofuse.ops import layouts as kernels
+
+Scale = Tensor | float
 
 
 @dataclass(frozen=True)
@@ -38,33 +42,38 @@ class LaidOut:
         return self.data
 
 
-def to_layout(matrix: Tensor, layout: Layout) -> LaidOut:
-    """A matrix [rows, cols] of any dtype and stride -> its elements in `layout`, padded with zeros to whole tiles.
+def to_layout(matrix: Tensor, layout: Layout, *, engine: str = "auto") -> LaidOut:
+    """A matrix [rows, cols] -> its elements in `layout`, padded with zeros to whole tiles.
+
+    Args:
+        matrix: of any dtype and stride; on a GPU int8, int32, fp16, bf16 and fp32 take one kernel (other strides than dense
+            rows, and other dtypes, are copied by torch first or converted by it).
+        layout: where the elements shall lie.
+        engine: "auto", or by name "octofuse" or "cublaslt" (cublasLtMatrixTransform: int8 on a GPU).
 
     Raises:
         TypeError: `matrix` is no tensor or `layout` no Layout.
-        ValueError: `matrix` has not two dimensions of at least 1.
+        ValueError: `matrix` has not two dimensions of at least 1, or the engine cannot serve.
     """
     if not isinstance(matrix, Tensor):
         raise TypeError(f"matrix: expected torch.Tensor, got {type(matrix).__name__}")
-    if not isinstance(layout, Layout):
-        raise TypeError(f"layout: expected octofuse.layouts.Layout, got {type(layout).__name__}")
+    _expect_layout(layout)
     if matrix.dim() != 2 or 0 in matrix.shape:
         raise ValueError(f"matrix: expected [rows, cols], each at least 1, got shape {list(matrix.shape)}")
     rows, cols = matrix.shape
-    padded_rows, padded_cols = layout.padded(rows, cols)
-    padded = torch.nn.functional.pad(matrix, (0, padded_cols - cols, 0, padded_rows - rows))
-    tiles = _tiles(padded, layout, cols)
-    order = _inverse(layout, layout.tile_cols or cols).to(matrix.device)
-    if layout.tile_rows > 1:  # elsewhere a tile lies row by row
-        tiles = tiles[..., order]
-    return LaidOut(tiles.reshape(-1), layout, rows, cols)
+    if not _takes_kernel(matrix, engine):
+        return LaidOut(_to_layout_torch(matrix, layout), layout, rows, cols)
+    if matrix.stride(1) != 1 or matrix.stride(0) < cols:
+        matrix = matrix.contiguous()
+    if layout.tile_cols == 0 and engine != "cublaslt":
+        return LaidOut(matrix.contiguous().clone().reshape(-1), layout, rows, cols)
+    data = kernels.to_layout(matrix, layout.name, layout.size(rows, cols), engine)
+    return LaidOut(data, layout, rows, cols)
 
 
-def from_layout(laid_out: LaidOut) -> Tensor:
-    """The matrix [rows, cols], contiguous, of what `to_layout` gave or a GEMM wrote."""
-    if not isinstance(laid_out, LaidOut):
-        raise TypeError(f"laid_out: expected octofuse.layouts.LaidOut, got {type(laid_out).__name__}")
+def from_layout(laid_out: LaidOut, *, engine: str = "auto") -> Tensor:
+    """The matrix [rows, cols], contiguous, of what `to_layout` gave or a GEMM wrote; `engine` as there."""
+    _expect_laid_out(laid_out, "laid_out")
     layout, rows, cols = laid_out.layout, laid_out.rows, laid_out.cols
     size = layout.size(rows, cols)
     if laid_out.data.dim() != 1 or laid_out.data.numel() != size:
@@ -72,6 +81,81 @@ def from_layout(laid_out: LaidOut) -> Tensor:
             f"laid_out.data: expected {size} elements for {layout.name} of {rows} x {cols}, "
             f"got shape {list(laid_out.data.shape)}"
         )
+    if layout.tile_cols == 0 and engine == "auto":
+        return laid_out.data.reshape(rows, cols)
+    if _takes_kernel(laid_out.data, engine):
+        return kernels.from_layout(laid_out.data, layout.name, rows, cols, engine)
+    return _from_layout_torch(laid_out)
+
+
+def quantize(x: Tensor, layout: Layout = COL32, *, scale: Scale | None = None) -> tuple[LaidOut, Scale]:
+    """x fp16, bf16 or fp32 [rows, cols] -> int8 in `layout`, and its scale: for COL32 on a GPU in one kernel.
+
+    The bits are those of `quantize_per_token` (scales [rows, 1]) or, with `scale` (one fp32 element or a float above 0,
+    which is handed back), of `quantize_per_tensor`.
+    """
+    _expect_layout(layout)
+    if x.dim() != 2 or 0 in x.shape:
+        raise ValueError(f"x: expected [rows, cols], each at least 1, got shape {list(x.shape)}")
+    rows, cols = x.shape
+    if x.is_cuda and is_col32(layout):
+        q, used = kernels.quantize_col32(x, scale, layout.size(rows, cols))
+        return LaidOut(q, layout, rows, cols), used
+    if scale is not None:
+        return to_layout(ops.quantize_per_tensor(x, scale), layout), scale
+    q, scales = ops.quantize_per_token(x)
+    return to_layout(q, layout), scales
+
+
+def dequantize(q: LaidOut, scale: Scale, *, out_dtype: torch.dtype = torch.float16) -> Tensor:
+    """int8 or int32 in any layout times `scale` (one element, [rows] or [rows, 1]) -> [rows, cols], contiguous.
+
+    The bits are those of `octofuse.dequantize`; COL32 on a GPU takes one kernel.
+    """
+    _expect_laid_out(q, "q")
+    if q.data.is_cuda and is_col32(q.layout):
+        return kernels.dequantize_col32(q.data, q.rows, q.cols, scale, out_dtype)
+    return ops.dequantize(from_layout(q), scale, out_dtype=out_dtype)
+
+
+def is_col32(layout: Layout) -> bool:
+    """COL32 by any name: interleaved<32> is the same order."""
+    return (layout.tile_rows, layout.tile_cols) == (1, 32)
+
+
+def _expect_layout(layout: Layout) -> None:
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout: expected octofuse.layouts.Layout, got {type(layout).__name__}")
+
+
+def _expect_laid_out(laid_out: LaidOut, name: str) -> None:
+    if not isinstance(laid_out, LaidOut):
+        raise TypeError(f"{name}: expected octofuse.layouts.LaidOut, got {type(laid_out).__name__}")
+
+
+_KERNEL_DTYPES = frozenset((torch.int8, torch.int32, torch.float16, torch.bfloat16, torch.float32))
+
+
+def _takes_kernel(tensor: Tensor, engine: str) -> bool:
+    if engine not in ("auto", "octofuse", "cublaslt"):
+        raise ValueError(f"engine: expected 'auto', 'octofuse' or 'cublaslt', got {engine!r}")
+    if engine == "cublaslt" and not tensor.is_cuda:
+        raise ValueError("engine: expected 'auto' for a tensor on the CPU, got 'cublaslt'")
+    return tensor.is_cuda and (tensor.dtype in _KERNEL_DTYPES or engine == "cublaslt")
+
+
+def _to_layout_torch(matrix: Tensor, layout: Layout) -> Tensor:
+    rows, cols = matrix.shape
+    padded_rows, padded_cols = layout.padded(rows, cols)
+    padded = torch.nn.functional.pad(matrix, (0, padded_cols - cols, 0, padded_rows - rows))
+    tiles = _tiles(padded, layout, cols)
+    if layout.tile_rows > 1:  # elsewhere a tile lies row by row
+        tiles = tiles[..., _inverse(layout, layout.tile_cols or cols).to(matrix.device)]
+    return tiles.reshape(-1)
+
+
+def _from_layout_torch(laid_out: LaidOut) -> Tensor:
+    layout, rows, cols = laid_out.layout, laid_out.rows, laid_out.cols
     width = layout.tile_cols or cols
     padded_rows, padded_cols = layout.padded(rows, cols)
     tiles = laid_out.data.reshape(padded_cols // width, padded_rows // layout.tile_rows, layout.tile_rows * width)

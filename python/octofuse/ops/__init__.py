@@ -1,6 +1,6 @@
 """Functional ops. Importing this package registers them with torch.library as `torch.ops.octofuse.*`."""
 
-from octofuse.ops import _register, gemm, quantize, rows
+from octofuse.ops import _register, gemm, layouts, quantize, rows
 from octofuse.ops.explain import Explanation, engines, explain, tune_cublaslt
 from octofuse.ops.gemm import i8f16_linear, i8i8_linear, i8i8_matmul, i8i32_matmul, weight_sums
 from octofuse.ops.quantize import dequantize, quantize_per_tensor, quantize_per_token
@@ -20,7 +20,10 @@ from octofuse.ops.rows import (
 )
 from octofuse.ops.tuning import tune
 
-_register.register({**gemm.IMPLEMENTATIONS, **quantize.IMPLEMENTATIONS, **rows.IMPLEMENTATIONS})
+_register.register(
+    {**gemm.IMPLEMENTATIONS, **quantize.IMPLEMENTATIONS, **rows.IMPLEMENTATIONS, **layouts.IMPLEMENTATIONS},
+    cuda_only=layouts.IMPLEMENTATIONS,
+)
 
 __all__ = [
     "Explanation",

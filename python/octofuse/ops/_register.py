@@ -6,7 +6,7 @@ do not come here at all; they go straight from `ops.gemm` and `ops.quantize` to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -32,6 +32,14 @@ SCHEMAS = {
     "dequantize": "(Tensor q, Tensor scale, ScalarType out_dtype) -> Tensor",
     "rows": "(Tensor x, str op, Tensor? residual, Tensor? weight, Tensor? bias, float eps, str? activation, "
     "bool quantize, Tensor? scale) -> Tensor[]",
+    "to_layout": "(Tensor matrix, str layout, SymInt size, str engine) -> Tensor",
+    "from_layout": "(Tensor data, str layout, SymInt rows, SymInt cols, str engine) -> Tensor",
+    "quantize_col32": "(Tensor x, Tensor? scale, SymInt size) -> Tensor[]",
+    "dequantize_col32": "(Tensor q, SymInt rows, SymInt cols, Tensor scale, ScalarType out_dtype) -> Tensor",
+    "linear_col32": "(Tensor x, Tensor w, SymInt[] sizes, Tensor? x_scale, Tensor? w_scale, Tensor? bias, "
+    "str? activation, Tensor? residual, ScalarType out_dtype, Tensor? out_scale, str out_layout, SymInt size) -> Tensor",
+    "matmul_ordered": "(Tensor x, Tensor w, SymInt[] sizes, str[] layouts, float? alpha, int algorithm, SymInt size) "
+    "-> Tensor",
 }
 
 
@@ -85,6 +93,32 @@ def _fake_rows(x: Tensor, op: str, residual: Tensor | None, *rest: Any) -> list[
     return [y, *scales, *([] if residual is None else [torch.empty(x.shape, dtype=x.dtype, device=x.device)])]
 
 
+def _fake_to_layout(matrix: Tensor, layout: str, size: int, engine: str) -> Tensor:
+    return matrix.new_empty((size,))
+
+
+def _fake_from_layout(data: Tensor, layout: str, rows: int, cols: int, engine: str) -> Tensor:
+    return data.new_empty((rows, cols))
+
+
+def _fake_quantize_col32(x: Tensor, scale: Tensor | None, size: int) -> list[Tensor]:
+    scales = [] if scale is not None else [x.new_empty((x.shape[0], 1), dtype=torch.float32)]
+    return [x.new_empty((size,), dtype=torch.int8), *scales]
+
+
+def _fake_dequantize_col32(q: Tensor, rows: int, cols: int, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return q.new_empty((rows, cols), dtype=out_dtype)
+
+
+def _fake_linear_col32(x: Tensor, w: Tensor, sizes: list[int], *rest: Any) -> Tensor:
+    return x.new_empty((rest[-1],), dtype=rest[5])
+
+
+def _fake_matmul_ordered(x: Tensor, w: Tensor, sizes: list[int], layouts: list[str], *rest: Any) -> Tensor:
+    alpha, _, size = rest
+    return x.new_empty((size,), dtype=torch.int32 if alpha is None else torch.int8)
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "i8f16_linear": _fake_linear,
     "i8i8_linear": _fake_linear_i8,
@@ -94,10 +128,16 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "quantize_per_token": _fake_quantize_per_token,
     "dequantize": _fake_dequantize,
     "rows": _fake_rows,
+    "to_layout": _fake_to_layout,
+    "from_layout": _fake_from_layout,
+    "quantize_col32": _fake_quantize_col32,
+    "dequantize_col32": _fake_dequantize_col32,
+    "linear_col32": _fake_linear_col32,
+    "matmul_ordered": _fake_matmul_ordered,
 }
 
 
-def register(implementations: dict[str, Callable[..., Any]]) -> None:
+def register(implementations: dict[str, Callable[..., Any]], cuda_only: Collection[str] = ()) -> None:
     """Define each op and give both devices its one implementation. A name with `_out` wraps the plain one."""
     for name, schema in SCHEMAS.items():
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -105,7 +145,7 @@ def register(implementations: dict[str, Callable[..., Any]]) -> None:
         function = implementations[plain]
         if plain != name:
             function = _returning_nothing(function)
-        for key in ("CPU", "CUDA"):
+        for key in ("CUDA",) if name in cuda_only else ("CPU", "CUDA"):
             _LIBRARY.impl(name, function, key)
         torch.library.register_fake(f"octofuse::{name}", _FAKES[name] if plain == name else _fake_out, lib=_LIBRARY)
 

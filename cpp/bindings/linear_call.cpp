@@ -1,0 +1,108 @@
+#include "linear_call.h"
+
+#include <algorithm>
+
+#include "octofuse/error.h"
+
+namespace octofuse {
+namespace {
+
+// |x - x_zero| is at most 255 and |w| at most 128: beyond this K the corrected accumulator could leave int32.
+constexpr int64_t kMaxAsymmetricK = 65793;
+
+void check_operands(const TensorView& x, const TensorView& w) {
+  expect_dtype(x, {DType::kInt8});
+  expect_dtype(w, {DType::kInt8});
+  expect_known_device(x);
+  expect_same_device(w, x);
+  if (x.ndim() < 1) refuse<ValueError>("x", "at least one dimension, [..., K]", "shape " + x.shape_text());
+  if (w.ndim() != 2) refuse<ValueError>("w", "two dimensions, [N, K]", "shape " + w.shape_text());
+  const int64_t k = x.size(x.ndim() - 1);
+  if (w.size(1) != k) {
+    refuse<ValueError>("w", "shape [N, " + std::to_string(k) + "] (x has K = " + std::to_string(k) + ")",
+                       w.shape_text());
+  }
+  if (k < 1) refuse<ValueError>("x", "K >= 1", "shape " + x.shape_text());
+  if (k > kMaxK) {
+    refuse<ValueError>("x", "K <= 131071, so that int32 cannot overflow", "K = " + std::to_string(k));
+  }
+  if (w.size(0) < 1) refuse<ValueError>("w", "N >= 1", "shape " + w.shape_text());
+  if (w.size(0) > kMaxExtent) refuse<ValueError>("w", "N < 2^31", "shape " + w.shape_text());
+  if (x.rows() > kMaxExtent) refuse<ValueError>("x", "fewer than 2^31 rows", "shape " + x.shape_text());
+}
+
+}  // namespace
+
+LinearCall checked_operands(py::handle x_object, py::handle w_object) {
+  LinearCall call{TensorView(x_object, "x"), TensorView(w_object, "w"), {}, {}, {}, {}, {}, false, {}};
+  check_operands(call.x, call.w);
+  GemmArgs& args = call.args;
+  args.m = call.x.rows();
+  args.k = call.x.size(call.x.ndim() - 1);
+  args.n = call.w.size(0);
+  args.x = call.x.data<const int8_t>();
+  args.ldx = call.x.row_stride();
+  args.w = call.w.data<const int8_t>();
+  args.ldw = call.w.row_stride();
+  call.out_shape.assign(call.x.dl.shape, call.x.dl.shape + call.x.ndim() - 1);
+  call.out_shape.push_back(args.n);
+  return call;
+}
+
+void parse_bias(LinearCall& call, py::handle object) {
+  if (object.is_none()) return;
+  call.bias.emplace(object, "bias");
+  const TensorView& bias = *call.bias;
+  expect_dtype(bias, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  expect_same_device(bias, call.x);
+  if (bias.ndim() != 1 || bias.size(0) != call.args.n) {
+    refuse<ValueError>("bias", "shape [" + std::to_string(call.args.n) + "]", bias.shape_text());
+  }
+  if (!bias.is_contiguous())
+    refuse<ValueError>("bias", "a contiguous tensor", "stride " + std::to_string(bias.stride(0)));
+  call.args.epilogue.bias = bias.data();
+  call.args.epilogue.bias_type = bias.dtype;
+}
+
+void parse_residual(LinearCall& call, py::handle object) {
+  if (object.is_none()) return;
+  call.residual.emplace(object, "residual");
+  const TensorView& residual = *call.residual;
+  expect_dtype(residual, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  expect_same_device(residual, call.x);
+  const bool same_shape = residual.ndim() == static_cast<int>(call.out_shape.size()) &&
+                          std::equal(call.out_shape.begin(), call.out_shape.end(), residual.dl.shape);
+  if (!same_shape) {
+    std::string shape;
+    for (const int64_t extent : call.out_shape) shape += (shape.empty() ? "[" : ", ") + std::to_string(extent);
+    refuse<ValueError>("residual", "the output's shape " + shape + "]", residual.shape_text());
+  }
+  call.args.epilogue.residual = residual.data();
+  call.args.epilogue.residual_type = residual.dtype;
+  call.args.epilogue.residual_ld = residual.row_stride();
+}
+
+void parse_zero_point(LinearCall& call, py::handle zero, py::handle sums) {
+  if (zero.is_none() && sums.is_none()) return;
+  if (zero.is_none()) refuse<ValueError>("x_zero_point", "an int or tensor beside w_sum", "None");
+  if (sums.is_none()) {
+    refuse<ValueError>("w_sum", "int32 [N], the sums of w's rows, beside x_zero_point (octofuse.weight_sums(w))",
+                       "None");
+  }
+  EpilogueArgs& epilogue = call.args.epilogue;
+  if (call.args.k > kMaxAsymmetricK) {
+    refuse<ValueError>("x", "K <= 65793 with a zero point, so that int32 cannot overflow",
+                       "K = " + std::to_string(call.args.k));
+  }
+  epilogue.x_zero = parse_int_view(zero, "x_zero_point", call.args.m, call.x, call.x_zero);
+  call.w_sum.emplace(sums, "w_sum");
+  expect_dtype(*call.w_sum, {DType::kInt32});
+  expect_same_device(*call.w_sum, call.x);
+  if (call.w_sum->ndim() != 1 || call.w_sum->size(0) != call.args.n || !call.w_sum->is_contiguous()) {
+    refuse<ValueError>("w_sum", "a contiguous tensor of shape [" + std::to_string(call.args.n) + "]",
+                       call.w_sum->shape_text());
+  }
+  epilogue.w_sum = call.w_sum->data<const int32_t>();
+}
+
+}  // namespace octofuse

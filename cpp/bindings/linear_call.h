@@ -1,0 +1,29 @@
+// What the linear ops share: their arguments, checked one by one. Every function throws TypeError or ValueError that
+// names the argument.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "arguments.h"
+#include "octofuse/gemm.h"
+
+namespace octofuse {
+
+// Everything a linear op was given, checked. The views keep the shape memory that `args` points into alive.
+struct LinearCall {
+  TensorView x, w;
+  std::optional<TensorView> bias, residual, w_sum, x_zero;
+  GemmArgs args;
+  bool raw = false;
+  std::vector<int64_t> out_shape;
+};
+
+// x [..., K] and w [N, K], int8 on one device, of sizes that kernels can take.
+LinearCall checked_operands(py::handle x, py::handle w);
+void parse_bias(LinearCall& call, py::handle object);
+void parse_residual(LinearCall& call, py::handle object);
+// Asymmetric activations: x stands for x - x_zero, and the sums of w's rows take the zero point out of the product.
+void parse_zero_point(LinearCall& call, py::handle zero, py::handle sums);
+
+}  // namespace octofuse
