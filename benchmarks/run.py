@@ -16,15 +16,17 @@ from rich.table import Table
 
 from octofuse.testing.timing import environment
 
-TOPICS = ("gemm", "quantize", "model")
+TOPICS = ("gemm", "layouts", "quantize", "model")
 
 
 def show(console: Console, topic: str, rows: list[dict]) -> None:
     table = Table(title=topic)
-    for column in rows[0]:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    for column in columns:
         table.add_column(str(column))
     for row in rows:
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+        values = (row.get(column, "") for column in columns)
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values))
     console.print(table)
 
 
@@ -39,8 +41,10 @@ def main() -> None:
     for topic in args.topics:
         result = importlib.import_module(f"bench_{topic}").run(args.smoke)
         record = {**environment(f"python benchmarks/run.py {topic}"), **result}
-        show(console, topic, result["rows"])
-        console.print({key: value for key, value in result.items() if key != "rows"})
+        tables = {key: value for key, value in result.items() if isinstance(value, list)}
+        for key, rows in tables.items():
+            show(console, f"{topic}: {key}", rows)
+        console.print({key: value for key, value in result.items() if key not in tables})
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / f"{topic}.json").write_text(json.dumps(record, indent=1) + "\n")

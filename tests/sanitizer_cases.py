@@ -16,6 +16,8 @@ import torch
 
 import octofuse
 from helpers import FLOATS, engines, operands, served
+from octofuse import layouts
+from octofuse.layouts import COL32, LAYOUTS, ROW, from_layout, interleaved, to_layout
 from octofuse.testing import reference
 
 # Aligned and ragged, one row and several tiles, K padded inside, a K that wraps every ring of stages.
@@ -94,6 +96,32 @@ def row_cases() -> int:
     return count
 
 
+def layout_cases() -> int:
+    """Conversions of every kind of run, and the COL32 products, ragged ones too."""
+    count = 0
+    for rows, cols in ((1, 1), (33, 100), (64, 96), (48, 67), (130, 77)):
+        for dtype in (torch.int8, torch.int32, torch.float16):
+            matrix = torch.randint(-128, 128, (rows, cols)).to(dtype)
+            for layout in (*LAYOUTS, *(interleaved(2**i) for i in (1, 2, 3, 4, 6))):
+                laid_out = to_layout(matrix.cuda(), layout)
+                assert torch.equal(laid_out.data.cpu(), to_layout(matrix, layout).data), layout.name
+                assert torch.equal(from_layout(laid_out).cpu(), matrix), layout.name
+                count += 2
+        half = torch.randn(rows, cols).half()
+        q, scales = layouts.quantize(half.cuda())
+        assert torch.equal(q.data.cpu(), layouts.quantize(half)[0].data)
+        layouts.dequantize(q, scales)
+        p, host = operands(rows, 75, cols, "cuda"), operands(rows, 75, cols)
+        x, w = to_layout(p.x, COL32), to_layout(p.w, COL32)
+        want = reference.linear(host.x, host.w, host.x_scale, host.w_scale, host.bias)
+        for out_layout in (COL32, ROW):
+            y = layouts.linear(x, w, p.x_scale, p.w_scale, p.bias, out_layout=out_layout)
+            assert torch.equal(from_layout(y).cpu(), want)
+        layouts.matmul(x, w, alpha=0.01)
+        count += 5
+    return count
+
+
 def quantize_cases() -> int:
     count = 0
     for shape in ((1, 1), (5, 100), (130, 768)):
@@ -114,7 +142,7 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", default=["all"])
     wanted = parser.parse_args().engines
     chosen = [name for name in engines("cuda") if wanted == ["all"] or name.split("/")[0] in wanted]
-    total = linear_cases(chosen) + many_tile_cases(chosen) + quantize_cases() + row_cases()
+    total = linear_cases(chosen) + many_tile_cases(chosen) + quantize_cases() + row_cases() + layout_cases()
     torch.cuda.synchronize()
     print(f"sanitizer cases: {total}")
     return 0 if total >= 100 else 1

@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from octofuse.cli import app
@@ -127,3 +128,20 @@ def test_layout_pictures(tmp_path, suffix: str) -> None:
         assert code == 0, err
         assert text == f"{out}: COL32, 4 x {cols}\n"
         assert out.stat().st_size > 2000
+
+
+def test_layout_support_without_a_gpu() -> None:
+    code, _, err = call("layout", "support", "--shape", "12")
+    assert (code, err.strip()) == (1, "octofuse: shape: expected M,N,K, got '12'")
+    if not torch.cuda.is_available():
+        code, _, err = call("layout", "support")
+        assert code == 1
+        assert "device: expected a CUDA device" in err
+
+
+@pytest.mark.gpu
+def test_layout_support() -> None:
+    code, out, _ = call("layout", "support", "--shape", "64,64,64")
+    assert code == 0
+    assert "COL32 / COL32_2R_4R4 / COL32" in out
+    assert "algorithms" in out

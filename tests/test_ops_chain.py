@@ -36,7 +36,9 @@ def chain(x: torch.Tensor, made: list[tuple[torch.Tensor, ...]], engine: str, co
 
 
 CASES = list(
-    itertools.product((1, 3, 8, 16, 33, 64, 100, 256), (256, 768, 2048), ("auto", "wgmma", "skinny"), (False, True))
+    itertools.product(
+        (1, 3, 8, 16, 33, 64, 100, 256), (256, 768, 2048), ("auto", "wgmma", "skinny", "cutlass_sm80"), (False, True)
+    )
 )
 
 

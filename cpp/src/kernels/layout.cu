@@ -41,8 +41,11 @@ __device__ Words<kRun> read_run(const Geometry& g, int row, int byte) {
   const uint8_t* from = g.matrix + row * g.pitch + byte;
   if (g.aligned && byte + kRun <= g.row_bytes) return *reinterpret_cast<const Words<kRun>*>(from);
 #pragma unroll
-  for (int i = 0; i < kRun; ++i) {
-    if (byte + i < g.row_bytes) run.values[i / 4] |= static_cast<uint32_t>(from[i]) << (i % 4 * 8);
+  for (int word = 0; word < kRun / 4; ++word) {
+#pragma unroll 1
+    for (int i = 4 * word; i < min(4 * word + 4, g.row_bytes - byte); ++i) {
+      run.values[word] |= static_cast<uint32_t>(from[i]) << (i % 4 * 8);
+    }
   }
   return run;
 }
@@ -56,8 +59,11 @@ __device__ void write_run(const Geometry& g, int row, int byte, const Words<kRun
     return;
   }
 #pragma unroll
-  for (int i = 0; i < kRun; ++i) {
-    if (byte + i < g.row_bytes) to[i] = static_cast<uint8_t>(run.values[i / 4] >> (i % 4 * 8));
+  for (int word = 0; word < kRun / 4; ++word) {
+#pragma unroll 1
+    for (int i = 4 * word; i < min(4 * word + 4, g.row_bytes - byte); ++i) {
+      to[i] = static_cast<uint8_t>(run.values[word] >> (i % 4 * 8));
+    }
   }
 }
 
@@ -87,21 +93,17 @@ struct WideRuns {
   static int rows(const Geometry& g) { return g.padded_rows; }
 };
 
-// COL4_4R2_8C: runs of 4 elements, from every other row of 8.
-template <int kRun_>
+// COL4_4R2_8C of bytes: runs of 4, from 4 rows, every other one of 8.
 struct TuringRuns {
-  static constexpr int kRun = kRun_, kRows = 16 / kRun, kRowStep = 2, kPieces = 1, kAcross = 32, kEach = 4;
-  static constexpr int kUnits = 4 / kRows;  // of the 4 rows of a parity
-  __device__ static int first_row(int row) {
-    return row / (2 * kUnits) * 8 + row / kUnits % 2 + row % kUnits * kRows * 2;
-  }
-  static int rows(const Geometry& g) { return g.padded_rows / 4 * kUnits; }
+  static constexpr int kRun = 4, kRows = 4, kRowStep = 2, kPieces = 1, kAcross = 32, kEach = 4;
+  __device__ static int first_row(int row) { return row / 2 * 8 + row % 2; }
+  static int rows(const Geometry& g) { return g.padded_rows / 4; }
 };
 
 // Groups narrower than 16 bytes, down to COL: a word of each of kRows rows is a square to transpose.
 template <int kWidth>
 struct NarrowRuns {
-  static constexpr int kRun = kWidth < 4 ? 4 : kWidth, kRows = 16 / kWidth, kRowStep = 1, kPieces = kRun / kWidth;
+  static constexpr int kRun = 4, kRows = 16 / kWidth, kRowStep = 1, kPieces = kRun / kWidth;
   static constexpr int kAcross = 8, kEach = 1;
   __device__ static int first_row(int row) { return row * kRows; }
   static int rows(const Geometry& g) { return g.rows / kRows; }
@@ -275,11 +277,10 @@ void launch_narrow(Geometry& g, bool to_layout, cudaStream_t stream) {
   launch_runs<NarrowRuns<kWidth>>(g, to_layout, stream);
 }
 
-void launch(Geometry& g, int64_t element, bool to_layout, cudaStream_t stream) {
+void launch(Geometry& g, bool to_layout, cudaStream_t stream) {
   if (g.inner == Inner::kTuring) {
-    if (element == 1) return launch_runs<TuringRuns<4>>(g, to_layout, stream);
-    if (element == 2) return launch_runs<TuringRuns<8>>(g, to_layout, stream);
-    return launch_runs<TuringRuns<16>>(g, to_layout, stream);
+    if (g.width == 32) return launch_runs<TuringRuns>(g, to_layout, stream);
+    return launch_bytes(g, to_layout, stream);  // wider elements: not an order of weights that any GEMM reads
   }
   switch (g.width) {
     case 1:
@@ -289,7 +290,7 @@ void launch(Geometry& g, int64_t element, bool to_layout, cudaStream_t stream) {
     case 4:
       return launch_narrow<4>(g, to_layout, stream);
     case 8:
-      return launch_narrow<8>(g, to_layout, stream);
+      return launch_bytes(g, to_layout, stream);  // interleaved<8> and the like: too rare for kernels of their own
     default:
       return launch_runs<WideRuns>(g, to_layout, stream);
   }
@@ -311,7 +312,7 @@ void convert_layout(const ConvertArgs& args, int device, Stream stream) {
   g.width = static_cast<int>(order.tile_cols * args.element);
   g.group = static_cast<int64_t>(g.padded_rows) * g.width;
   g.inner = order.inner;
-  launch(g, args.element, args.to_layout, static_cast<cudaStream_t>(stream));
+  launch(g, args.to_layout, static_cast<cudaStream_t>(stream));
   check_launch("convert_layout");
 }
 

@@ -142,6 +142,18 @@ def show_layout(
             console.print(f"{out}: {layout.name}, {rows} x {cols}", highlight=False, markup=False, soft_wrap=True)
 
 
+@layouts_app.command(name="support")
+def layout_support(
+    shape: Annotated[str, typer.Option(help="M,N,K")] = "2048,1920,1920",
+    device: Annotated[str, typer.Option(help="cuda, cuda:1, ...")] = "cuda",
+) -> None:
+    """Which combinations of layouts cuBLASLt multiplies on a device, asked of the library itself."""
+    from octofuse.cli.layouts import print_support
+
+    with _plain_errors():
+        print_support(console, shape, device)
+
+
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for machines")] = False,
