@@ -17,7 +17,7 @@ namespace octofuse::sm80 {
 constexpr int kPartTokens = 128, kChannels = 128, kPitch = kChannels + 8;
 using Vectors = TileVectors<kPartTokens, kChannels>;
 
-// TileShare (tile_epilogue.cuh) for any number of threads.
+// TileShare (tile_epilogue.cuh) for any number of threads: every step-th token from m on.
 struct Share {
   static constexpr int kPiece = 8;
   static constexpr bool stores = true;
@@ -127,10 +127,9 @@ __global__ void __launch_bounds__(T::kThreads) gemm_mma(const __grid_constant__ 
       park<T>(accumulators, parked, row, warp / T::kWarpsM, lane);
     }
     __syncthreads();
-    Share share{
-        thread / kPieces,     min(kPartTokens, args.output.m - first), thread % kPieces * Share::kPiece, first, n0,
-        T::kThreads / kPieces};
-    share.m_end = n0 + share.n < args.output.n ? min(share.m_end, T::kM) : 0;
+    const int n = thread % kPieces * Share::kPiece;
+    const int tokens = n0 + n < args.output.n ? min(T::kM, min(kPartTokens, args.output.m - first)) : 0;
+    const Share share{thread / kPieces, tokens, n, first, n0, T::kThreads / kPieces};
     finish_part(args.epilogue, args.output, vectors[i], share, parked);
   }
 }
@@ -140,8 +139,8 @@ void run_tile(const GemmArgs& args, int device, cudaStream_t stream) {
   static DeviceFlags raised{};
   const auto* function = reinterpret_cast<const void*>(gemm_mma<T>);
   if (T::kShared > 48 * 1024) allow_shared_memory(function, T::kShared, device, raised);
-  KernelArgs<T> kernel{typename T::LayoutX(static_cast<int>(args.ldx)),
-                       typename T::LayoutW(static_cast<int>(args.ldw)),
+  KernelArgs<T> kernel{typename T::LayoutX(args.ldx),
+                       typename T::LayoutW(args.ldw),
                        const_cast<int8_t*>(args.x),  // CUTLASS's iterators know no const
                        const_cast<int8_t*>(args.w),
                        static_cast<int>(args.k),
