@@ -68,8 +68,13 @@ def test_too_old_chips_are_told_so(cc: int) -> None:
 
 
 @needs_90a
-def test_cublaslt_serves_by_name_alone() -> None:
+def test_cublaslt_serves_one_factor_to_int8_and_what_it_is_asked_for() -> None:
     assert select(out="int32", raw=True)["chosen"] != "cublaslt"
+    assert select(out="int8")["chosen"] != "cublaslt"
+    assert select(out="int8", raw=True)["chosen"] == "cublaslt"
+    assert "one factor" in select(out="int8", raw=True)["why"]
+    for change in ({"m": 8}, {"n": 1001}, {"lt": False}):
+        assert select(out="int8", raw=True, **change)["chosen"] != "cublaslt"
     assert select(out="int32", raw=True, engine="cublaslt")["chosen"] == "cublaslt"
     with pytest.raises(ValueError, match="N must be a multiple of 4"):
         select(n=1001, out="int32", raw=True, engine="cublaslt")

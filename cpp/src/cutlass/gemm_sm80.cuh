@@ -24,12 +24,49 @@ struct Share {
   int m, m_end, n, m0, n0, step;
 };
 
+struct Eight {
+  float t[Share::kPiece];
+};
+
+// Out of line, like finish_part: one copy of four activations, instead of one for every output and alignment.
+template <class Out, bool kDoubleActivation>
+__device__ __noinline__ Eight activated(Eight values, Activation activation) {
+  activate_by<Out, kDoubleActivation>(activation, values.t);
+  return values;
+}
+
+template <class Out>
+__device__ void finish_as(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
+                          const int32_t* accs) {
+  // All but int8 and fp32 outputs have their activations alike.
+  using Kind = std::conditional_t<std::is_same_v<Out, int8_t> || std::is_same_v<Out, float>, Out, __half>;
+  const auto activate = [&](float (&t)[Share::kPiece]) {
+    if (e.activation == Activation::kNone) return;
+    Eight values;
+#pragma unroll
+    for (int i = 0; i < Share::kPiece; ++i) values.t[i] = t[i];
+    values = activated<Kind, std::is_same_v<Out, float>>(values, e.activation);
+#pragma unroll
+    for (int i = 0; i < Share::kPiece; ++i) t[i] = values.t[i];
+  };
+  if (output.wide) return finish_wide<Out, kPitch>(e, output, vectors, share, accs, activate);
+  finish_narrow<Out, kPitch>(e, output, vectors, share, accs, activate);
+}
+
 __device__ __noinline__ void finish_part(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors,
                                          const Share& share, const int32_t* accs) {
-  if (output.type == DType::kFloat32 && e.activation > Activation::kRelu) {
-    return finish_narrow<float, kPitch, true>(e, output, vectors, share, accs);
+  switch (output.type) {
+    case DType::kFloat16:
+      return finish_as<__half>(e, output, vectors, share, accs);
+    case DType::kBFloat16:
+      return finish_as<__nv_bfloat16>(e, output, vectors, share, accs);
+    case DType::kFloat32:
+      return finish_as<float>(e, output, vectors, share, accs);
+    case DType::kInt8:
+      return finish_as<int8_t>(e, output, vectors, share, accs);
+    default:
+      return finish_as<int32_t>(e, output, vectors, share, accs);
   }
-  finish_tile<kPitch>(e, output, vectors, share, accs);
 }
 
 template <int kTileM, int kTileN, int kTileK, int kWarpM, int kWarpN, int kStages, bool kTiled>

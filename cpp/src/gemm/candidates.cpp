@@ -203,11 +203,13 @@ double estimated_time(const Candidate& c, const GemmProblem& problem, const Capa
   if (c.engine == Engine::kCutlassSm80) return roofline(c, problem, capability);
   if (!is_swept(c, problem.m)) return kNoEstimate;
   const TimeModel& model = models()[static_cast<size_t>(&c - candidates().data())];
-  const TimeModel features = features_of(c, problem, capability.sm_count);
-  const double time = std::inner_product(model.begin(), model.end(), features.begin(), 0.0);
-  // Skinny kernels, swept on an H200 as well, wait for memory wherever they run.
-  return c.engine == Engine::kSkinny ? time * chip_of(90).bandwidth / chip_of(capability.compute_capability).bandwidth
-                                     : time;
+  TimeModel features = features_of(c, problem, capability.sm_count);
+  if (c.engine == Engine::kSkinny) {  // swept on an H200: elsewhere the same bytes come at another rate
+    const double slower = chip_of(90).bandwidth / chip_of(capability.compute_capability).bandwidth;
+    features[2] *= slower;
+    features[3] *= slower;
+  }
+  return std::inner_product(model.begin(), model.end(), features.begin(), 0.0);
 }
 
 const Candidate* measured_best(const GemmProblem& problem, const Capability& capability) {

@@ -119,12 +119,6 @@ __device__ inline void transpose(const uint32_t (&in)[4], uint32_t (&out)[4]) {
   out[3] = __byte_perm(high_a, high_b, 0x7632);
 }
 
-// The same with 2 x 2 pairs of bytes.
-__device__ inline void transpose(const uint32_t (&in)[2], uint32_t (&out)[2]) {
-  out[0] = __byte_perm(in[0], in[1], 0x5410);
-  out[1] = __byte_perm(in[0], in[1], 0x7632);
-}
-
 template <class R>
 struct Unit {
   Words<R::kRun> runs[R::kRows];
@@ -285,12 +279,11 @@ void launch(Geometry& g, bool to_layout, cudaStream_t stream) {
   switch (g.width) {
     case 1:
       return launch_narrow<1>(g, to_layout, stream);
-    case 2:
-      return launch_narrow<2>(g, to_layout, stream);
     case 4:
       return launch_narrow<4>(g, to_layout, stream);
+    case 2:
     case 8:
-      return launch_bytes(g, to_layout, stream);  // interleaved<8> and the like: too rare for kernels of their own
+      return launch_bytes(g, to_layout, stream);  // interleaved<2>, <8>: too rare for kernels of their own
     default:
       return launch_runs<WideRuns>(g, to_layout, stream);
   }

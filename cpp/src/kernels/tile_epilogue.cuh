@@ -145,10 +145,11 @@ struct TileShare {
   }
 };
 
-// Wide accesses, and of the run-time switches the residual's alone; `accs` is [tokens][kPitch].
-template <class Out, Activation kActivation, int kPitch, class Share, class Vectors>
+// Wide accesses, and of the run-time switches the residual's alone; `accs` is [tokens][kPitch], activate(t) the
+// activation of 8 values.
+template <class Out, int kPitch, class Share, class Vectors, class Activate>
 __device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
-                            const int32_t* accs) {
+                            const int32_t* accs, Activate activate) {
   constexpr int kPiece = Share::kPiece;
   Operands<kPiece> operands;
   Coordinates<kPiece> at;
@@ -178,19 +179,16 @@ __device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, con
     }
     if (adds) load_residual_row<true>(at, e, operands.residual);
     Out values[kPiece];
-    const auto activate = [](auto& t) {
-      if constexpr (kActivation != Activation::kNone) activate_all<kActivation, Out>(t);
-    };
     epilogue<Out>(acc, operands, activate, e.clamp_low, vectors.out_inverse, values);
     if (share.stores) store_piece<true>(out, at, values);
     out += share.step * output.ldo;
   }
 }
 
-// Any alignment and any switch; kDoubleActivation: see activate_by.
-template <class Out, int kPitch, bool kDoubleActivation = false, class Share, class Vectors>
+// Any alignment and any switch.
+template <class Out, int kPitch, class Share, class Vectors, class Activate>
 __device__ void finish_narrow(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors,
-                              const Share& share, const int32_t* accs) {
+                              const Share& share, const int32_t* accs, Activate activate) {
   constexpr int kPiece = Share::kPiece;
 #pragma unroll 1
   for (int m = share.m; m < share.m_end; m += share.step) {
@@ -215,11 +213,26 @@ __device__ void finish_narrow(const EpilogueArgs& e, const TileOutput& output, c
       load_residual(at, e, operands.residual);
     }
     Out values[kPiece];
-    const auto activate = [&](auto& t) { activate_by<Out, kDoubleActivation>(e.activation, t); };
     epilogue<Out>(acc, operands, activate, e.clamp_low, vectors.out_inverse, values);
     if (!share.stores) continue;
     store_piece<false>(static_cast<Out*>(output.out) + output.offset(at.m[0], at.n[0]), at, values);
   }
+}
+
+// finish_narrow with every activation that `Out` can take without double precision.
+template <class Out, int kPitch, class Share, class Vectors>
+__device__ void finish_narrow(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors,
+                              const Share& share, const int32_t* accs) {
+  finish_narrow<Out, kPitch>(e, output, vectors, share, accs,
+                             [&](auto& t) { activate_by<Out, false>(e.activation, t); });
+}
+
+template <class Out, Activation kActivation, int kPitch, class Share, class Vectors>
+__device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
+                            const int32_t* accs) {
+  finish_wide<Out, kPitch>(e, output, vectors, share, accs, [](auto& t) {
+    if constexpr (kActivation != Activation::kNone) activate_all<kActivation, Out>(t);
+  });
 }
 
 template <class Out, int kPitch, class Share, class Vectors>

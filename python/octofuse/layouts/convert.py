@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octofuse import ops
-from octofuse.layouts.maps import COL32, Layout, _inner, _inverse
+from octofuse.layouts.maps import COL, COL32, Layout, _inner, _inverse
 from octofuse.ops import layouts as kernels
 
 Scale = Tensor | float
@@ -61,7 +61,7 @@ def to_layout(matrix: Tensor, layout: Layout, *, engine: str = "auto") -> LaidOu
     if matrix.dim() != 2 or 0 in matrix.shape:
         raise ValueError(f"matrix: expected [rows, cols], each at least 1, got shape {list(matrix.shape)}")
     rows, cols = matrix.shape
-    if not _takes_kernel(matrix, engine):
+    if not _takes_kernel(matrix, layout, engine):
         return LaidOut(_to_layout_torch(matrix, layout), layout, rows, cols)
     if matrix.stride(1) != 1 or matrix.stride(0) < cols:
         matrix = matrix.contiguous()
@@ -83,7 +83,7 @@ def from_layout(laid_out: LaidOut, *, engine: str = "auto") -> Tensor:
         )
     if layout.tile_cols == 0 and engine == "auto":
         return laid_out.data.reshape(rows, cols)
-    if _takes_kernel(laid_out.data, engine):
+    if _takes_kernel(laid_out.data, layout, engine):
         return kernels.from_layout(laid_out.data, layout.name, rows, cols, engine)
     return _from_layout_torch(laid_out)
 
@@ -136,11 +136,13 @@ def _expect_laid_out(laid_out: LaidOut, name: str) -> None:
 _KERNEL_DTYPES = frozenset((torch.int8, torch.int32, torch.float16, torch.bfloat16, torch.float32))
 
 
-def _takes_kernel(tensor: Tensor, engine: str) -> bool:
+def _takes_kernel(tensor: Tensor, layout: Layout, engine: str) -> bool:
     if engine not in ("auto", "octofuse", "cublaslt"):
         raise ValueError(f"engine: expected 'auto', 'octofuse' or 'cublaslt', got {engine!r}")
     if engine == "cublaslt" and not tensor.is_cuda:
         raise ValueError("engine: expected 'auto' for a tensor on the CPU, got 'cublaslt'")
+    if engine == "auto" and layout == COL and tensor.dtype != torch.int8:
+        return False  # torch transposes wider elements well
     return tensor.is_cuda and (tensor.dtype in _KERNEL_DTYPES or engine == "cublaslt")
 
 
