@@ -199,7 +199,9 @@ Decision explain(const GemmProblem& problem, const Capability& capability, std::
   decision.chosen = &select(problem, capability, engine);
   const bool was_tuned = engine == "auto" && tuned(problem, capability) == decision.chosen;
   const bool was_measured = engine == "auto" && measured(problem, capability) == decision.chosen;
-  decision.why = was_tuned          ? "the fastest measured on this device (octofuse tune)"
+  decision.why = was_tuned ? "the fastest measured on this device (octofuse tune)"
+                 : was_measured && decision.chosen->engine == Engine::kCublasLt
+                     ? "it requantises by one factor faster than fused kernels do (measured)"
                  : was_measured     ? "the fastest measured at this N and K for the next M that was timed"
                  : engine == "auto" ? "the lowest estimated time of those that can serve"
                                     : "asked for by name";
