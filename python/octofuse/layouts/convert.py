@@ -141,8 +141,8 @@ def _takes_kernel(tensor: Tensor, layout: Layout, engine: str) -> bool:
         raise ValueError(f"engine: expected 'auto', 'octofuse' or 'cublaslt', got {engine!r}")
     if engine == "cublaslt" and not tensor.is_cuda:
         raise ValueError("engine: expected 'auto' for a tensor on the CPU, got 'cublaslt'")
-    if engine == "auto" and layout == COL and tensor.dtype != torch.int8:
-        return False  # torch transposes wider elements well
+    if engine == "auto" and layout == COL and tensor.element_size() == 2:
+        return False  # no kernel of its own: left to torch
     return tensor.is_cuda and (tensor.dtype in _KERNEL_DTYPES or engine == "cublaslt")
 
 
