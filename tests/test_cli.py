@@ -130,6 +130,29 @@ def test_layout_pictures(tmp_path, suffix: str) -> None:
         assert out.stat().st_size > 2000
 
 
+def test_eval_against_the_float_model(checkpoint: str, tmp_path) -> None:
+    picture = tmp_path / "sqnr.png"
+    words = ("eval", checkpoint, "--against", "embedded", "--max-tokens", "1024", "--stride", "128", "--device", "cpu")
+    code, out, _ = call(*words, "--plot", str(picture))
+    assert code == 0
+    assert re.search(r"perplexity [\d.]+ against [\d.]+ \([+-][\d.]+%\) over 1024 tokens \(stride 128\)", out)
+    assert "transformer.h.0.attn.c_attn" in out
+    assert picture.stat().st_size > 1000
+    for more, message in (
+        (("eval", checkpoint, "--plot", "x.png"), "plot: expected --against"),
+        (("eval", checkpoint, "--against", "embedded", "--plot", "x.pdf"), "plot: expected a name that ends in .png"),
+        (("eval", checkpoint, "--against", checkpoint), "model: expected a floating-point model"),
+        (
+            ("eval", "embedded", "--against", "embedded", "--max-tokens", "64"),
+            "expected a model that quantize_ has changed",
+        ),
+        (("eval", "embedded", "--stride", "100000"), "stride: expected 1 to the context"),
+    ):
+        code, _, err = call(*more, "--device", "cpu")
+        assert code == 1
+        assert message in err
+
+
 def test_layout_support_without_a_gpu() -> None:
     code, _, err = call("layout", "support", "--shape", "12")
     assert (code, err.strip()) == (1, "octofuse: shape: expected M,N,K, got '12'")

@@ -4,6 +4,7 @@ Importing it initialises no CUDA context. The functional ops live in `octofuse.o
 layers, `octofuse.quant` the mathematics, `octofuse.models` what is known of each model family.
 """
 
+from octofuse.generate import Generator, generate
 from octofuse.ops import (
     activate,
     activate_quantize,
@@ -34,6 +35,7 @@ from octofuse.ops import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Generator",
     "__version__",
     "activate",
     "activate_quantize",
@@ -46,6 +48,7 @@ __all__ = [
     "explain",
     "gated_activation",
     "gated_activation_quantize",
+    "generate",
     "i8f16_linear",
     "i8i8_linear",
     "i8i8_matmul",

@@ -90,18 +90,20 @@ def generate(
 @app.command(name="eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="a folder written by quantize, a float model, or 'embedded'")],
+    against: Annotated[
+        str | None, typer.Option(help="the float model it was made of: adds agreement, KL and every layer's SQNR")
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="text file; default: the held-out text that ships")] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="read at most this many tokens")] = 65536,
+    stride: Annotated[int | None, typer.Option(min=1, help="tokens between windows; default: half a window")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw the layers' SQNR (.png or .svg); with --against")] = None,
     device: Device = "auto",
 ) -> None:
-    """Perplexity on a text."""
-    from octofuse.cli.common import evaluation_tokens, load_any, measure_perplexity, pick_device
+    """Perplexity on a text, and what quantisation costs beside the model that it was made of."""
+    from octofuse.cli.evaluate import run_evaluate
 
     with _plain_errors():
-        loaded, tokenizer = load_any(model, pick_device(device))
-        tokens = evaluation_tokens(tokenizer, text)[:max_tokens]
-        value = measure_perplexity(loaded, tokens, "evaluating")
-        console.print(f"perplexity {value:.4f} over {tokens.numel()} tokens")
+        run_evaluate(console, model, against, text, max_tokens, stride, plot, device)
 
 
 @app.command()

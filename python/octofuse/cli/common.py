@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +110,22 @@ def evaluation_tokens(tokenizer: Any, text: Path | None = None) -> Tensor:
     return tokens
 
 
-def measure_perplexity(model: nn.Module, tokens: Tensor, description: str) -> float:
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(description)
-        return perplexity(
-            model,
-            tokens,
-            context=min(context_of(model), 512),
-            on_window=lambda done, all_windows: progress.update(task, completed=done, total=all_windows),
-        )
+def measure_perplexity(model: nn.Module, tokens: Tensor, description: str, stride: int | None = None) -> float:
+    with progress(description) as on_window:
+        return perplexity(model, tokens, context=window_of(model), stride=stride, on_window=on_window)
+
+
+def window_of(model: nn.Module) -> int:
+    """Tokens that evaluation shows a model at once."""
+    return min(context_of(model), 512)
+
+
+@contextmanager
+def progress(description: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr; what it gives is called with (done, all)."""
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(description)
+        yield lambda done, everything: bar.update(task, completed=done, total=everything)
 
 
 @torch.no_grad()

@@ -1,7 +1,18 @@
 """Whole models: which layers of a family are quantised, calibration, checkpoints and their evaluation."""
 
 from octofuse.models.checkpoint import load, save
+from octofuse.models.compare import Comparison, compare
 from octofuse.models.evaluate import GenerationSpeed, measure_generation, perplexity
 from octofuse.models.quantize import quantize_, weight_bytes
 
-__all__ = ["GenerationSpeed", "load", "measure_generation", "perplexity", "quantize_", "save", "weight_bytes"]
+__all__ = [
+    "Comparison",
+    "GenerationSpeed",
+    "compare",
+    "load",
+    "measure_generation",
+    "perplexity",
+    "quantize_",
+    "save",
+    "weight_bytes",
+]

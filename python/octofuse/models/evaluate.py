@@ -13,34 +13,57 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 
+def scored_windows(tokens: Tensor, context: int, stride: int | None = None, batch: int = 4) -> list[tuple[Tensor, int]]:
+    """Batches of windows, int64 [B, T], and the first position that counts in each: every token is scored once.
+
+    tokens: int64 [T], T >= 2. stride: tokens from one window to the next; what a window shares with the one before is
+    context alone. None: windows follow each other, and the first token of each is not scored. The last may be shorter.
+    """
+    if tokens.dim() != 1 or tokens.numel() < 2:
+        raise ValueError(f"tokens: expected one dimension with at least 2 tokens, got shape {list(tokens.shape)}")
+    if stride is not None and not 1 <= stride <= context:
+        raise ValueError(f"stride: expected 1 to the context of {context}, got {stride}")
+    found: list[tuple[Tensor, int]] = []
+    end = 0
+    for begin in range(0, tokens.numel(), stride or context):
+        window = tokens[begin : begin + context]
+        first = max(1, end - begin)
+        end = begin + window.numel()
+        if window.numel() > first:
+            found.append((window, first))
+        if end == tokens.numel():
+            break
+    batches: list[tuple[Tensor, int]] = []
+    for (_, first), group in itertools.groupby(found, key=lambda pair: (pair[0].numel(), pair[1])):
+        alike = torch.stack([window for window, _ in group])
+        batches += [(part, first) for part in alike.split(batch)]
+    return batches
+
+
 @torch.no_grad()
 def perplexity(
     model: nn.Module,
     tokens: Tensor,
     *,
     context: int,
+    stride: int | None = None,
     batch: int = 4,
     on_window: Callable[[int, int], None] | None = None,
 ) -> float:
-    """exp(mean negative log likelihood) over consecutive windows of `context` tokens, predicted within each window.
+    """exp(mean negative log likelihood) of tokens, int64 [T], T >= 2, over `scored_windows`.
 
-    tokens: int64 [T], T >= 2. A last window shorter than `context` counts too. on_window(done, all) reports progress.
+    on_window(done, all) reports progress.
     """
-    if tokens.dim() != 1 or tokens.numel() < 2:
-        raise ValueError(f"tokens: expected one dimension with at least 2 tokens, got shape {list(tokens.shape)}")
     device = next(iter(model.buffers()), next(iter(model.parameters()))).device
-    whole = tokens.numel() // context * context
-    chunks = list(tokens[:whole].view(-1, context).split(batch))
-    if tokens.numel() - whole >= 2:
-        chunks.append(tokens[whole:].unsqueeze(0))
+    batches = scored_windows(tokens, context, stride, batch)
     total, count = 0.0, 0
-    for index, chunk in enumerate(chunks):
-        ids = chunk.to(device)
-        logits = model(ids).logits[:, :-1].float()
-        total += cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").item()
-        count += ids[:, 1:].numel()
+    for index, (window, first) in enumerate(batches):
+        ids = window.to(device)
+        logits = model(ids).logits[:, first - 1 : -1].float()
+        total += cross_entropy(logits.flatten(0, 1), ids[:, first:].flatten(), reduction="sum").item()
+        count += ids[:, first:].numel()
         if on_window is not None:
-            on_window(index + 1, len(chunks))
+            on_window(index + 1, len(batches))
     return math.exp(total / count)
 
 

@@ -1,0 +1,287 @@
+"""Text generation with a static KV cache: on a GPU one CUDA graph for a prompt and one for every token after it.
+
+    generator = octofuse.Generator(model)  # a GPT-2 that quantize_ has changed, or a floating-point one
+    new_tokens = generator([[15496, 11], [464]], 30)  # a list for each prompt
+
+`octofuse.generate(model, prompts, 30)` keeps a Generator for each model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octofuse.models.decoder import Decoder
+
+KEPT = 4  # sessions of a generator, and prompt lengths of a session, whose graphs are kept
+PROMPT_STEP = 16  # captured prompts are padded to a multiple of this many tokens
+LONGEST_CAPTURED = 256  # tokens of a prompt: longer ones keep the GPU busy without a graph
+LOOK_EVERY = 16  # tokens between looks for stop tokens, where nobody streams
+
+OnToken = Callable[[int, list[int]], None]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 takes the likeliest token; top_k and top_p narrow what a higher one draws from."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature: expected a finite number of at least 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k: expected at least 1, got {self.top_k}")
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p: expected a number above 0 and at most 1, got {self.top_p}")
+
+    def choose(self, logits: Tensor, noise: Tensor | None) -> Tensor:
+        """logits [B, V] and, beyond temperature 0, exponential noise of that shape -> tokens, int64 [B]."""
+        if noise is None:
+            return logits.argmax(-1)
+        logits = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], float("-inf"))
+        if self.top_p is not None and self.top_p < 1.0:
+            ordered = logits.sort(descending=True)
+            shares = ordered.values.softmax(-1)
+            before = shares.cumsum(-1) - shares  # the likeliest stays, whatever its share
+            drop = torch.zeros_like(before, dtype=torch.bool).scatter_(1, ordered.indices, before >= self.top_p)
+            logits = logits.masked_fill(drop, float("-inf"))
+        return (logits.softmax(-1) / noise).argmax(-1)
+
+
+class Session:
+    """Buffers and graphs for one batch size, capacity and way of sampling."""
+
+    def __init__(self, decoder: Decoder, batch: int, length: int, sampling: Sampling) -> None:
+        self.decoder, self.sampling = decoder, sampling
+        self.cache = decoder.new_cache(batch, length)
+        device = decoder.device
+        self.ids = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.places = torch.zeros_like(self.ids)
+        self.count = torch.zeros((), dtype=torch.int64, device=device)  # of new tokens
+        self.history = torch.zeros(batch, self.cache.capacity, dtype=torch.int64, device=device)
+        shape = (batch, decoder.vocabulary)
+        self.noise = torch.ones(shape, device=device) if sampling.temperature > 0 else None
+        self.prompts: OrderedDict[int, tuple[Tensor, Any]] = OrderedDict()
+        self.step = self.captured(self._step)
+
+    def captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        """run() as a CUDA graph; on the CPU, itself."""
+        device = self.decoder.device
+        if device.type != "cuda":
+            return run
+        with torch.cuda.device(device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # libraries make their handles and workspaces before anything is recorded
+                run()
+                self.places.zero_()
+                self.count.zero_()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run()
+        return graph.replay
+
+    def _accept(self, logits: Tensor) -> None:
+        chosen = self.sampling.choose(logits, self.noise)
+        self.ids.copy_(chosen)
+        self.history.index_copy_(1, self.count.view(1), chosen.unsqueeze(1))
+        self.count.add_(1)
+
+    def _step(self) -> None:
+        self._accept(self.decoder.step(self.ids, self.places, self.cache))
+        self.places.add_(1)
+
+    def start(self, prompts: list[list[int]]) -> None:
+        """Runs the prompts and chooses the first new token of each."""
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        longest = int(lengths.max())
+        padded = -(-longest // PROMPT_STEP) * PROMPT_STEP
+        captured = self.decoder.device.type == "cuda" and padded <= min(LONGEST_CAPTURED, self.cache.capacity)
+        width = min(padded, self.decoder.positions) if captured else longest
+        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        if captured:
+            static, run = self._prompt_of(width)
+            static.copy_(ids)
+        else:
+            static, run = ids.to(self.decoder.device), None
+        self.places.copy_(lengths)
+        self.count.zero_()
+        if run is None:
+            self._accept(self.decoder.prefill(static, self.places, self.cache))
+        else:
+            run()
+
+    def _prompt_of(self, width: int) -> tuple[Tensor, Callable[[], None]]:
+        if width not in self.prompts:
+            static = torch.zeros(self.ids.shape[0], width, dtype=torch.int64, device=self.decoder.device)
+            self.places.fill_(1)
+
+            def run() -> None:
+                self._accept(self.decoder.prefill(static, self.places.clamp(min=1), self.cache))
+
+            self.prompts[width] = static, self.captured(run)
+            if len(self.prompts) > KEPT:
+                self.prompts.popitem(last=False)
+        self.prompts.move_to_end(width)
+        return self.prompts[width]
+
+
+class Generator:
+    """Generates with one model; its graphs are made when they are first needed and kept.
+
+    model: a transformers GPT2LMHeadModel in eval mode, in floating point or after `quantize_`. Its weights are read here:
+    make a new Generator after changing them. Not for use by several threads at once.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.decoder = Decoder(model)
+        self.sessions: OrderedDict[Any, Session] = OrderedDict()
+
+    def __call__(
+        self,
+        prompts: Tensor | Sequence[Sequence[int] | Tensor],
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_tokens: Iterable[int] = (),
+        seed: int = 0,
+        on_token: OnToken | None = None,
+    ) -> list[list[int]]:
+        """New tokens for each prompt; the first of stop_tokens ends a sequence and is its last.
+
+        Args:
+            prompts: token ids, `[B, T]` or a list of sequences of any lengths, each at least 1.
+            max_new_tokens: at least 1; prompt and new tokens together fit the model's context.
+            temperature, top_k, top_p: see Sampling. Sequence i draws from its own generator, seeded with seed + i, so what
+                a prompt becomes does not depend on those beside it.
+            stop_tokens: ids.
+            on_token: on_token(n, tokens) is called for n = 0, 1, ... as soon as each sequence's n-th new token is there;
+                sequences that have stopped give -1.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+        """
+        sampling = Sampling(temperature, top_k, top_p)
+        rows = _checked(prompts, max_new_tokens, self.decoder)
+        stops = _checked_stops(stop_tokens, self.decoder.vocabulary)
+        longest = max(map(len, rows))
+        session = self._session(len(rows), longest + max_new_tokens, sampling)
+        draws = _Draws(session.noise, seed)
+        draws.refill()
+        session.start(rows)
+        live = set(range(len(rows)))
+        done = 0
+        for count in range(1, max_new_tokens + 1):
+            if count > 1:
+                draws.refill()
+                session.step()
+            look = on_token is not None or count == max_new_tokens or (stops and count % LOOK_EVERY == 0)
+            if not look:
+                continue
+            new = session.history[:, done:count].tolist()
+            for offset in range(count - done):
+                tokens = [row[offset] if i in live else -1 for i, row in enumerate(new)]
+                if on_token is not None and live:
+                    on_token(done + offset, tokens)
+                live -= {i for i in live if tokens[i] in stops}
+            done = count
+            if not live:
+                break
+        return [_until(row, stops) for row in session.history[:, :done].tolist()]
+
+    def _session(self, batch: int, length: int, sampling: Sampling) -> Session:
+        capacity = -(-length // 64)
+        key = (batch, capacity, sampling)
+        if key not in self.sessions:
+            while len(self.sessions) >= KEPT:
+                self.sessions.popitem(last=False)
+            self.sessions[key] = Session(self.decoder, batch, length, sampling)
+        self.sessions.move_to_end(key)
+        return self.sessions[key]
+
+
+_generators: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Generator]] = weakref.WeakKeyDictionary()
+
+
+def generate(
+    model: nn.Module, prompts: Tensor | Sequence[Sequence[int] | Tensor], max_new_tokens: int, **options: Any
+) -> list[list[int]]:
+    """`Generator(model)(prompts, max_new_tokens, **options)`, with a Generator that is kept as long as the model is.
+
+    It is made anew when a tensor of the model was exchanged or written to.
+    """
+    version = tuple((id(t), t._version) for t in (*model.parameters(), *model.buffers()))
+    known = _generators.get(model)
+    if known is None or known[0] != version:
+        known = _generators[model] = (version, Generator(model))
+    return known[1](prompts, max_new_tokens, **options)
+
+
+class _Draws:
+    """Exponential noise for sampling, one stream for each sequence."""
+
+    def __init__(self, noise: Tensor | None, seed: int) -> None:
+        self.noise = noise
+        self.generators = []
+        if noise is not None:
+            self.generators = [torch.Generator(noise.device).manual_seed(seed + i) for i in range(noise.shape[0])]
+
+    def refill(self) -> None:
+        if self.noise is not None:
+            for row, generator in zip(self.noise, self.generators, strict=True):
+                row.exponential_(generator=generator)
+
+
+def _until(tokens: list[int], stops: frozenset[int]) -> list[int]:
+    for place, token in enumerate(tokens):
+        if token in stops:
+            return tokens[: place + 1]
+    return tokens
+
+
+def _checked(
+    prompts: Tensor | Sequence[Sequence[int] | Tensor], max_new_tokens: int, decoder: Decoder
+) -> list[list[int]]:
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: expected an int of at least 1, got {max_new_tokens!r}")
+    if isinstance(prompts, Tensor) and (prompts.dim() != 2 or prompts.is_floating_point()):
+        raise ValueError(f"prompts: expected token ids [B, T], got {prompts.dtype} of shape {list(prompts.shape)}")
+    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in prompts]
+    if not rows:
+        raise ValueError("prompts: expected at least one, got none")
+    for index, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"prompts[{index}]: expected at least one token, got none")
+        for token in row:
+            if not isinstance(token, int) or not 0 <= token < decoder.vocabulary:
+                raise ValueError(f"prompts[{index}]: expected tokens from 0 to {decoder.vocabulary - 1}, got {token!r}")
+        if len(row) + max_new_tokens > decoder.positions:
+            raise ValueError(
+                f"prompts[{index}]: expected at most {decoder.positions - max_new_tokens} tokens, so that "
+                f"{max_new_tokens} more fit the context of {decoder.positions}, got {len(row)}"
+            )
+    return rows
+
+
+def _checked_stops(stop_tokens: Iterable[int], vocabulary: int) -> frozenset[int]:
+    stops = frozenset(stop_tokens)
+    for token in stops:
+        if not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise ValueError(f"stop_tokens: expected tokens from 0 to {vocabulary - 1}, got {token!r}")
+    return stops

@@ -1,0 +1,168 @@
+"""Generation with a static cache: the model's own tokens, whatever stands beside a prompt, and refusals by name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import octofuse
+from helpers import DEVICES
+from octofuse.generate import Generator, Sampling, generate
+from octofuse.models import quantize_
+from octofuse.models.decoder import Decoder
+from test_models import ids, small_gpt2
+
+SCHEMES = (None, "w8a8-dynamic", "w8a8-static", "w8a8-static-smooth")
+PROMPTS = ([3, 1, 4, 1, 5], [92], [65, 35, 89, 79, 32, 38, 46, 26])
+
+
+def model_of(scheme: str | None, device: str) -> nn.Module:
+    model = small_gpt2()
+    if scheme is not None:
+        quantize_(model, scheme, [ids()], progress=False)
+    return model.to(device, torch.float16 if device == "cuda" else torch.float32).requires_grad_(False)
+
+
+def by_transformers(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    """Greedy, one token at a time over the whole sequence, without a cache."""
+    tokens = list(prompt)
+    device = model.transformer.wte.weight.device  # type: ignore[union-attr]
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens], device=device)).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_logits_are_those_of_the_model(device: str, scheme: str | None) -> None:
+    """Prefill and every step, beside the module that transformers runs; norms are summed in another order there."""
+    model = model_of(scheme, device)
+    decoder = Decoder(model)
+    tokens = ids(3, 12).to(device)
+    cache = decoder.new_cache(3, 12)
+    logits = [decoder.prefill(tokens[:, :5], torch.tensor([5, 5, 5], device=device), cache)]
+    for place in range(5, 12):
+        logits.append(decoder.step(tokens[:, place], torch.full((3,), place, device=device), cache))
+    want = model(tokens).logits[:, 4:]
+    got = torch.stack(logits, 1)
+    spread = float(want.float().std())
+    assert float((got - want).float().abs().max()) < (0.02 if scheme or device == "cuda" else 1e-4) * spread
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_greedy_tokens_are_those_of_the_model(scheme: str | None) -> None:
+    model = model_of(scheme, "cpu")
+    assert Generator(model)(PROMPTS, 12) == [by_transformers(model, prompt, 12) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheme", SCHEMES[1:])
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_a_prompt_does_not_see_its_neighbours(device: str, scheme: str, temperature: float) -> None:
+    generator = Generator(model_of(scheme, device))
+    together = generator(PROMPTS, 9, temperature=temperature, seed=5)
+    alone = [generator([p], 9, temperature=temperature, seed=5 + i)[0] for i, p in enumerate(PROMPTS)]
+    assert together == alone
+    assert generator(PROMPTS, 9, temperature=temperature, seed=5) == together, "and runs alike again"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_static_block_keeps_int8_from_c_fc_to_c_proj(device: str, monkeypatch) -> None:
+    """What a fused block gives is bit for bit what its parts give one after the other."""
+    model = model_of("w8a8-static", device)
+    block = Decoder(model).blocks[0]
+    fc, out = block.layers[2], block.layers[3]
+    x = torch.randn(7, fc.weight.shape[1], generator=torch.Generator().manual_seed(3)).to(device, fc.dtype)
+    weight, bias, eps = block.norms[1]
+    q = octofuse.quantize_per_tensor(octofuse.layer_norm(x, weight, bias, eps), fc.scale)
+    hidden = octofuse.i8i8_linear(
+        q, fc.weight, fc.scale, fc.int8.weight_scale, fc.bias, activation="gelu_tanh", out_scale=out.scale
+    )
+    parts = octofuse.i8f16_linear(
+        hidden, out.weight, out.scale, out.int8.weight_scale, out.bias, residual=x, out_dtype=x.dtype
+    )
+    monkeypatch.setattr(octofuse.ops, "quantize_per_tensor", None)  # nobody quantises between the two
+    fused = fc(fc.normed(x, weight, bias, eps), activation="gelu_tanh", reader=out)
+    assert fused.dtype == torch.int8
+    assert torch.equal(out(out.quantised(fused), residual=x), parts)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_stop_tokens_and_streaming(device: str) -> None:
+    generator = Generator(model_of("w8a8-dynamic", device))
+    free = generator(PROMPTS, 20)
+    stop = free[0][3]
+    want = [row[: row.index(stop) + 1] if stop in row else row for row in free]
+    assert generator(PROMPTS, 20, stop_tokens=[stop]) == want
+    seen: list[list[int]] = []
+    streamed = generator(PROMPTS, 20, stop_tokens=[stop], on_token=lambda n, tokens: seen.append([n, *tokens]))
+    assert streamed == want
+    assert [row[0] for row in seen] == list(range(max(map(len, want))))
+    for i, row in enumerate(want):
+        column = [tokens[i + 1] for tokens in seen]
+        assert column[: len(row)] == row
+        assert set(column[len(row) :]) <= {-1}
+
+
+def test_sampling_narrows_what_it_draws_from() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0, -1.0]]).expand(4000, -1)
+    noise = torch.empty(logits.shape).exponential_(generator=torch.Generator().manual_seed(0))
+    assert set(Sampling().choose(logits, None).tolist()) == {1}
+    shares = Sampling(1.0).choose(logits, noise).bincount(minlength=5) / 4000
+    assert torch.allclose(shares, logits[0].softmax(-1), atol=0.03)
+    assert set(Sampling(1.0, top_k=2).choose(logits, noise).tolist()) == {1, 2}
+    assert set(Sampling(1.0, top_p=0.85).choose(logits, noise).tolist()) == {1, 2}
+    assert set(Sampling(5.0, top_p=1e-6).choose(logits, noise).tolist()) == {1}
+    cold = Sampling(0.1).choose(logits, noise)
+    assert float((cold == 1).float().mean()) > 0.99
+
+
+def test_generate_keeps_a_generator_until_the_model_changes() -> None:
+    model = small_gpt2().requires_grad_(False)
+    before = generate(model, PROMPTS, 8)
+    assert before == octofuse.generate(model, PROMPTS, 8)
+    quantize_(model, "w8a8-static-tensor", [ids()], progress=False)
+    after = generate(model, PROMPTS, 8)
+    assert after == Generator(model)(PROMPTS, 8)
+    with torch.no_grad():
+        model.transformer.wte.weight.copy_(-model.transformer.wte.weight)
+    assert generate(model, PROMPTS, 8) == Generator(model)(PROMPTS, 8)
+
+
+def test_wrong_input_is_refused_by_name() -> None:
+    model = small_gpt2().requires_grad_(False)
+    generator = Generator(model)
+    room = model.config.n_positions
+    for prompts, count, message in (
+        ([[]], 4, r"prompts\[0\]: expected at least one token"),
+        ([], 4, "prompts: expected at least one, got none"),
+        ([[1], [1, 97]], 4, r"prompts\[1\]: expected tokens from 0 to 96, got 97"),
+        ([[1, -1]], 4, r"prompts\[0\]: expected tokens from 0 to 96, got -1"),
+        ([[1] * (room - 3)], 4, rf"prompts\[0\]: expected at most {room - 4} tokens, so that 4 more fit"),
+        ([[1]], 0, "max_new_tokens: expected an int of at least 1, got 0"),
+        (torch.zeros(3, dtype=torch.int64), 4, r"prompts: expected token ids \[B, T\]"),
+        (torch.zeros(2, 3), 4, r"prompts: expected token ids \[B, T\], got torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generator(prompts, count)
+    assert len(generator([[1] * (room - 4)], 4)[0]) == 4
+    for options, message in (
+        ({"temperature": -1.0}, "temperature: expected a finite number"),
+        ({"top_k": 0}, "top_k: expected at least 1"),
+        ({"top_p": 0.0}, "top_p: expected a number above 0"),
+        ({"stop_tokens": [97]}, "stop_tokens: expected tokens from 0 to 96, got 97"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generator([[1]], 4, **options)
+    with pytest.raises(ValueError, match="model: expected a model in eval mode"):
+        Generator(copy.deepcopy(model).train())
+    with pytest.raises(ValueError, match="model: expected a transformers GPT2LMHeadModel, got Linear"):
+        Generator(nn.Linear(2, 2))
+    odd = copy.deepcopy(model)
+    odd.config.scale_attn_by_inverse_layer_idx = True
+    with pytest.raises(ValueError, match="model: expected scale_attn_by_inverse_layer_idx=False, got True"):
+        Generator(odd)
