@@ -42,28 +42,35 @@ def quantize(
     scheme: Annotated[
         str,
         typer.Option(
-            help="w8a8-dynamic, w8a8-static, w8a8-static-mse, w8a8-{dynamic,static}-tensor; each also with -smooth"
+            help="w8a8-dynamic, w8a8-static, w8a8-static-{mse,percentile,entropy}, each also with -tensor and -smooth"
         ),
     ] = "w8a8-dynamic",
+    exceptions: Annotated[
+        list[str] | None,
+        typer.Option("--except", help="LAYERS=SCHEME, such as mlp.c_proj=w8a8-dynamic or 'transformer.h.0.*=float'"),
+    ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="text file for static and smoothed schemes; default: a text that ships")
     ] = None,
     device: Device = "auto",
 ) -> None:
     """Quantise a model and write it, with its tokenizer, to a folder."""
-    from octofuse.cli.common import calibration_batches, load_float, pick_device
+    from octofuse.cli.common import calibration_batches, exceptions_of, load_float, pick_device
     from octofuse.models import quantize_, save, weight_bytes
     from octofuse.quant import scheme_named
 
     with _plain_errors():
         chosen = scheme_named(scheme)
+        others = exceptions_of(exceptions or [])
+        needed = [chosen, *(scheme_named(other) for other in others.values() if other is not None)]
         where = pick_device(device)
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise FileExistsError(f"output: expected a new or empty folder, got {output}")
         loaded, tokenizer = load_float(model, where)
         before = weight_bytes(loaded)
-        batches = calibration_batches(tokenizer, loaded, calibration) if chosen.needs_calibration else None
-        quantize_(loaded, chosen, batches)
+        calibrates = any(one.needs_calibration for one in needed)
+        batches = calibration_batches(tokenizer, loaded, calibration) if calibrates else None
+        quantize_(loaded, chosen, batches, exceptions=others)
         save(loaded, output, tokenizer)
         console.print(f"{output}: {scheme}, {before / 1e6:.1f} MB -> {weight_bytes(loaded) / 1e6:.1f} MB of weights")
 

@@ -102,6 +102,17 @@ def calibration_batches(tokenizer: Any, model: Any, text: Path | None = None) ->
     return [batch.to(device) for batch in windows.split(CALIBRATION_BATCH)[:CALIBRATION_BATCHES]]
 
 
+def exceptions_of(words: list[str]) -> dict[str, str | None]:
+    """["mlp.c_proj=w8a8-dynamic", "h.0.*=float"] -> what quantize_ takes. ValueError for other words."""
+    found: dict[str, str | None] = {}
+    for word in words:
+        layers, equals, scheme = word.partition("=")
+        if not (layers and equals and scheme):
+            raise ValueError(f"except: expected LAYERS=SCHEME, got {word!r}")
+        found[layers] = None if scheme == "float" else scheme
+    return found
+
+
 def evaluation_tokens(tokenizer: Any, text: Path | None = None) -> Tensor:
     path = text or EVALUATION_TEXT
     tokens = encode(tokenizer, path.read_text(encoding="utf-8"))

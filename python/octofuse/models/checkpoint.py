@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from octofuse.models.quantize import target_layers
 from octofuse.nn import Int8Linear, replace_module
 from octofuse.nn.linear import weight_of
-from octofuse.quant import Scheme, scheme_named
+from octofuse.quant import scheme_named
 
 METHOD = "octofuse"
 VERSION = 1
@@ -34,16 +35,14 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> None:
     Raises ValueError if the model holds no Int8Linear, FileExistsError if the folder exists and is not empty.
     """
     folder = Path(folder)
-    scheme = next((m.scheme for m in model.modules() if isinstance(m, Int8Linear)), None)
-    if scheme is None:
-        raise ValueError("model: expected a model that quantize_ has changed, got one without Int8Linear layers")
+    quantization = {"quant_method": METHOD, **_schemes_of(model), "version": VERSION}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"folder: expected a new or empty folder, got {folder}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         config = model.config.to_dict()  # type: ignore[operator,union-attr]
-        config["quantization_config"] = {"quant_method": METHOD, "scheme": scheme.name, "version": VERSION}
+        config["quantization_config"] = quantization
         (partial / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
         save_file(_unique_tensors(model), partial / WEIGHTS, metadata={"format": "pt"})
         if tokenizer is not None:
@@ -55,6 +54,16 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> None:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _schemes_of(model: nn.Module) -> dict[str, Any]:
+    """The scheme of most layers, and by name the layers that have another one or none (floating point)."""
+    found = {name: m.scheme.name for name, m in model.named_modules() if isinstance(m, Int8Linear)}
+    if not found:
+        raise ValueError("model: expected a model that quantize_ has changed, got one without Int8Linear layers")
+    most = Counter(found.values()).most_common(1)[0][0]
+    others = {name: found.get(name) for name in (*target_layers(model), *found) if found.get(name) != most}
+    return {"scheme": most, **({"layers": others} if others else {})}
 
 
 def is_checkpoint(folder: str | Path) -> bool:
@@ -87,7 +96,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> nn.Module:
         tensors = load_file(folder / WEIGHTS)
     except SafetensorError as error:
         raise ValueError(f"{folder / WEIGHTS}: not a whole safetensors file: {error}") from error
-    model = _empty_model(config, scheme_named(quantization["scheme"]))
+    model = _empty_model(config, quantization["scheme"], quantization.get("layers", {}))
     _check_tensors(folder, model, tensors)
     # assign: the tensors become the model's own, in the dtype that the file holds.
     model.load_state_dict(tensors, strict=False, assign=True)
@@ -95,15 +104,18 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> nn.Module:
     return model.eval().requires_grad_(False).to(device)
 
 
-def _empty_model(config: dict[str, Any], scheme: Scheme) -> nn.Module:
+def _empty_model(config: dict[str, Any], scheme: str, others: dict[str, str | None]) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dtype = getattr(torch, str(config.get("dtype") or "float32").removeprefix("torch."))
     model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
     for name, layer in target_layers(model).items():
+        own = others.get(name, scheme)
+        if own is None:
+            continue
         n, k = weight_of(layer).shape
         has_bias = getattr(layer, "bias", None) is not None
-        replace_module(model, name, Int8Linear(k, n, bias=has_bias, scheme=scheme, dtype=dtype))
+        replace_module(model, name, Int8Linear(k, n, bias=has_bias, scheme=scheme_named(own), dtype=dtype))
     return model
 
 

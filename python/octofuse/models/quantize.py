@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from octofuse.models import gpt2
 from octofuse.models.smooth import fold, scales_of
 from octofuse.nn import Int8Linear, linear_layers, replace_module
 from octofuse.nn.linear import weight_of
-from octofuse.quant import AmaxObserver, Scheme, clipped_amax, observe, scheme_named
+from octofuse.quant import AmaxObserver, Histogram, Scheme, clipped_amax, observe, scheme_named
+from octofuse.quant.affine import PERCENTILE
 
 FAMILIES = (gpt2,)
 SAMPLES = 2048  # rows of each layer's input that a search of alpha or of a range looks at: fewer lose twice as much
@@ -32,6 +34,7 @@ def quantize_(
     scheme: str | Scheme = "w8a8-dynamic",
     calibration: Iterable[Any] | None = None,
     *,
+    exceptions: Mapping[str, str | Scheme | None] | None = None,
     progress: bool = True,
 ) -> nn.Module:
     """Quantise the model's linears in place and return it.
@@ -41,6 +44,8 @@ def quantize_(
         scheme: a `Scheme` or a name that `quant.scheme_named` knows.
         calibration: batches of input ids `[B, T]` (or whatever the model takes as its one argument), read once; static
             and smoothed schemes need them, others do not look.
+        exceptions: other schemes for single layers, by the end of a layer's name ("mlp.c_proj") or a pattern
+            ("transformer.h.0.*"); None leaves a layer in floating point. The first that matches counts.
         progress: show a bar.
 
     Raises: ValueError if there is nothing to quantise, the model is already quantised, or calibration is missing or saw
@@ -52,17 +57,21 @@ def quantize_(
         raise ValueError("model: expected a floating-point model, got one that octofuse has quantised already")
     if not layers:
         raise ValueError(f"model: expected linear layers to quantise, got none in {type(model).__name__}")
-    norms = _norms_to_smooth(model) if chosen.smoothing is not None else {}
-    amax, scales = (
-        _calibrated(model, layers, norms, chosen, calibration, progress) if chosen.needs_calibration else ({}, {})
-    )
+    plan = _plan(layers, chosen, exceptions or {})
+    layers = {name: layers[name] for name in plan}
+    smoothed = [name for name, own in plan.items() if own.smoothing is not None]
+    norms = {name: norm for name, norm in _norms_to_smooth(model).items() if name in smoothed} if smoothed else {}
+    amax: dict[str, Tensor] = {}
+    scales: dict[str, Tensor] = {}
+    if any(own.needs_calibration for own in plan.values()):
+        amax, scales = _calibrated(model, layers, norms, plan, calibration, progress)
     touched = [t for name in scales for t in (*norms[name].parameters(), layers[name].weight)]
     before = [t.detach().clone() for t in touched]  # type: ignore[union-attr,operator]
     # Built first and exchanged after, so that a failure half-way leaves the model whole.
     try:
         fold(norms, layers, scales)
         names = _track(list(layers), f"quantising ({chosen.name})", progress)
-        built = {name: Int8Linear.from_float(layers[name], chosen, amax.get(name)) for name in names}
+        built = {name: Int8Linear.from_float(layers[name], plan[name], amax.get(name)) for name in names}
     except BaseException:
         with torch.no_grad():
             for tensor, value in zip(touched, before, strict=True):
@@ -71,6 +80,29 @@ def quantize_(
     for name, replacement in built.items():
         replace_module(model, name, replacement)
     return model
+
+
+def _plan(
+    layers: Mapping[str, nn.Module], scheme: Scheme, exceptions: Mapping[str, str | Scheme | None]
+) -> dict[str, Scheme]:
+    """Each layer's scheme; layers that stay in floating point are left out."""
+    parsed = {pattern: None if given is None else scheme_named(given) for pattern, given in exceptions.items()}
+    unused = set(parsed)
+    plan = {}
+    for name in layers:
+        own: Scheme | None = scheme
+        for pattern, other in parsed.items():
+            if fnmatchcase(name, pattern) or name.endswith(f".{pattern}"):
+                unused.discard(pattern)
+                own = other
+                break
+        if own is not None:
+            plan[name] = own
+    if unused:
+        raise ValueError(f"exceptions: expected patterns that match a layer, got {', '.join(sorted(unused))}")
+    if not plan:
+        raise ValueError("exceptions: expected at least one layer to quantise, got none left")
+    return plan
 
 
 def _norms_to_smooth(model: nn.Module) -> dict[str, nn.Module]:
@@ -89,30 +121,31 @@ def _calibrated(
     model: nn.Module,
     layers: dict[str, nn.Module],
     norms: dict[str, nn.Module],
-    scheme: Scheme,
+    plan: Mapping[str, Scheme],
     calibration: Iterable[Any] | None,
     progress: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Each layer's input amax after smoothing, and the smoothing scales of those that a norm feeds; one pass."""
+    schemes = list(plan.values())
     if calibration is None:
-        raise ValueError(f"calibration: expected batches for the scheme {scheme.name}, got None")
+        name = next(scheme.name for scheme in schemes if scheme.needs_calibration)
+        raise ValueError(f"calibration: expected batches for the scheme {name}, got None")
     was_training = model.training
     model.eval()
     try:
-        samples = SAMPLES if scheme.smoothing == "search" or scheme.clipping == "mse" else 0
+        by_values = any(scheme.clipping in ("percentile", "entropy") for scheme in schemes)
+        # A histogram of what a layer reads says nothing of what it would read smoothed: there, rows are kept instead.
+        keeps = any(s.smoothing == "search" or s.clipping == "mse" for s in schemes) or (by_values and bool(norms))
         batches = _track(calibration, "calibrating", progress)
-        observers = observe(layers, batches, model, per_channel=bool(norms), samples=samples)
+        wanted = {"per_channel": bool(norms), "samples": SAMPLES if keeps else 0, "histogram": by_values}
+        observers = observe(layers, batches, model, **wanted)  # type: ignore[arg-type]
     finally:
         model.train(was_training)
     for observer in observers.values():
         observer.result()  # names the first layer that saw nothing, NaN or Inf
-    scales = {}
-    if scheme.smoothing is not None:
-        scales = {name: scales_of(layers[name], observers[name], scheme.smoothing) for name in norms}
-    if not scheme.is_static:
-        return {}, scales
-    names = _track(list(layers), "finding ranges", progress)
-    return {name: _range_of(layers[name], observers[name], scales.get(name), scheme) for name in names}, scales
+    scales = {name: scales_of(layers[name], observers[name], plan[name].smoothing) for name in norms}
+    names = _track([name for name in layers if plan[name].is_static], "finding ranges", progress)
+    return {name: _range_of(layers[name], observers[name], scales.get(name), plan[name]) for name in names}, scales
 
 
 def _range_of(layer: nn.Module, observer: AmaxObserver, scales: Tensor | None, scheme: Scheme) -> Tensor:
@@ -121,6 +154,13 @@ def _range_of(layer: nn.Module, observer: AmaxObserver, scales: Tensor | None, s
     amax = (observer.result() / smooth).amax()
     if scheme.clipping == "max":
         return amax
+    if scheme.clipping in ("percentile", "entropy"):
+        values = observer.histogram
+        if scales is not None or values is None:
+            values = Histogram()
+            values.add(torch.cat(observer.samples).float() / smooth)
+        clipped = values.entropy() if scheme.clipping == "entropy" else values.percentile(PERCENTILE)
+        return torch.minimum(clipped.to(amax.device), amax)
     return clipped_amax(torch.cat(observer.samples).float() / smooth, weight_of(layer).float() * smooth, amax)
 
 

@@ -12,9 +12,11 @@ from octofuse.nn.linear import is_conv1d, weight_of
 from octofuse.quant import AmaxObserver, search_alpha, smoothing_scales
 
 
-def scales_of(layer: nn.Module, observer: AmaxObserver, alpha: float | Literal["search"]) -> Tensor:
-    """One scale, fp32 `[K]`, for each input channel of a linear whose inputs `observer` saw."""
+def scales_of(layer: nn.Module, observer: AmaxObserver, alpha: float | Literal["search"] | None) -> Tensor:
+    """One scale, fp32 `[K]`, for each input channel of a linear whose inputs `observer` saw; None smooths nothing."""
     w, act_amax = weight_of(layer).float(), observer.result()
+    if alpha is None:
+        return torch.ones_like(act_amax)
     if alpha == "search":
         alpha = search_alpha(torch.cat(observer.samples), w, act_amax)
     return smoothing_scales(act_amax, w.abs().amax(dim=0), alpha)

@@ -18,19 +18,20 @@ class Scheme:
     weights: one scale per output "channel", or one per "tensor".
     activations: "token" computes one scale per row while running (dynamic); "tensor" uses one calibrated scale (static).
     smoothing: SmoothQuant before quantisation, with this alpha for every layer, or "search" for each layer's best.
-    clipping: a static scale covers the calibrated "max", or the part of it that loses least in the layer's output ("mse").
+    clipping: a static scale covers the calibrated "max"; the part of it that loses least in the layer's output ("mse");
+        99.99 % of the values ("percentile"); or what keeps most of their distribution in 128 levels ("entropy").
     """
 
     weights: Literal["channel", "tensor"] = "channel"
     activations: Literal["token", "tensor"] = "token"
     smoothing: float | Literal["search"] | None = None
-    clipping: Literal["max", "mse"] = "max"
+    clipping: Literal["max", "mse", "percentile", "entropy"] = "max"
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("weights", ("channel", "tensor")),
             ("activations", ("token", "tensor")),
-            ("clipping", ("max", "mse") if self.is_static else ("max",)),
+            ("clipping", ("max", "mse", "percentile", "entropy") if self.is_static else ("max",)),
         ):
             if getattr(self, name) not in allowed:
                 more = " beside dynamic activations" if len(allowed) == 1 else ""
@@ -58,14 +59,20 @@ class Scheme:
         return f"{base}-smooth" if self.smoothing == DEFAULT_ALPHA else f"{base}-smooth{self.smoothing:g}"
 
 
+PERCENTILE = 0.9999  # of clipping="percentile"
+
 # All that there are, but for smoothing.
 SCHEMES = {
     "w8a8-dynamic": Scheme("channel", "token"),
     "w8a8-static": Scheme("channel", "tensor"),
     "w8a8-static-mse": Scheme("channel", "tensor", clipping="mse"),
+    "w8a8-static-percentile": Scheme("channel", "tensor", clipping="percentile"),
+    "w8a8-static-entropy": Scheme("channel", "tensor", clipping="entropy"),
     # The recipe of the first published int8 GPT-2: one scale for the weight, one for its input.
     "w8a8-static-tensor": Scheme("tensor", "tensor"),
     "w8a8-static-mse-tensor": Scheme("tensor", "tensor", clipping="mse"),
+    "w8a8-static-percentile-tensor": Scheme("tensor", "tensor", clipping="percentile"),
+    "w8a8-static-entropy-tensor": Scheme("tensor", "tensor", clipping="entropy"),
     "w8a8-dynamic-tensor": Scheme("tensor", "token"),
 }
 

@@ -8,17 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octofuse.quant.histogram import Histogram
+
 
 class AmaxObserver:
     """Running maximum of |x| over everything that a layer was given (min/max calibration of a symmetric scale).
 
     per_channel: one maximum for each element of the last dimension. samples: rows to keep, a quarter of them from one
-    input at most.
+    input at most. histogram: count magnitudes as well.
     """
 
-    def __init__(self, name: str, *, per_channel: bool = False, samples: int = 0) -> None:
+    def __init__(self, name: str, *, per_channel: bool = False, samples: int = 0, histogram: bool = False) -> None:
         self.name = name
         self.per_channel = per_channel
+        self.histogram = Histogram() if histogram else None
         self.amax: Tensor | None = None
         self.wanted, self.at_once = samples, -(-samples // 4)
         self.samples: list[Tensor] = []
@@ -30,6 +33,8 @@ class AmaxObserver:
         rows = x.reshape(-1, x.shape[-1])
         amax = (rows.abs().amax(dim=0) if self.per_channel else x.abs().amax()).float()
         self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
+        if self.histogram is not None and bool(torch.isfinite(amax).all()):  # result() reports what is not
+            self.histogram.add(rows)
         if self.wanted > 0:
             count = min(self.wanted, self.at_once, rows.shape[0])
             self.samples.append(rows[:: rows.shape[0] // count][:count].clone())
@@ -52,14 +57,16 @@ def observe(
     *,
     per_channel: bool = False,
     samples: int = 0,
+    histogram: bool = False,
 ) -> dict[str, AmaxObserver]:
     """Run every batch, once, and return each layer's observer.
 
-    Args: layers by name; batches, any iterable; run, called with each batch (usually the model); per_channel and
-    samples as AmaxObserver takes them.
+    Args: layers by name; batches, any iterable; run, called with each batch (usually the model); per_channel, samples
+    and histogram as AmaxObserver takes them.
     Raises ValueError if there is no batch.
     """
-    observers = {name: AmaxObserver(name, per_channel=per_channel, samples=samples) for name in layers}
+    wanted = {"per_channel": per_channel, "samples": samples, "histogram": histogram}
+    observers = {name: AmaxObserver(name, **wanted) for name in layers}  # type: ignore[arg-type]
     handles = [layer.register_forward_pre_hook(observers[name]) for name, layer in layers.items()]
     count = 0
     try:
