@@ -8,7 +8,7 @@ from torch import nn
 
 from octofuse.cli.common import calibration_batches, evaluation_tokens, load_float
 from octofuse.models import load, perplexity, quantize_, save
-from octofuse.models.gpt2 import linears, smoothed
+from octofuse.models.gpt2 import linears, smoothed, smoothed_values
 from octofuse.models.smooth import fold, scales_of
 from octofuse.nn import Int8Linear
 from octofuse.quant import Scheme, clipped_amax, observe, scheme_named, search_alpha, smoothing_scales
@@ -22,10 +22,10 @@ def plant_outliers(model: nn.Module, channels: int = 6, factor: float = 60.0) ->
     generator = torch.Generator().manual_seed(0)
     modules = dict(model.named_modules())
     with torch.no_grad():
-        for name, norm in smoothed(model).items():
-            chosen = torch.randperm(norm.weight.numel(), generator=generator)[:channels]
-            norm.weight[chosen] *= factor
-            norm.bias[chosen] *= factor
+        for name, (gain, shift) in smoothed(model).items():
+            chosen = torch.randperm(gain.numel(), generator=generator)[:channels]
+            gain[chosen] *= factor
+            shift[chosen] *= factor
             modules[name].weight[chosen] /= factor
     return model
 
@@ -63,15 +63,20 @@ def test_a_search_takes_what_loses_least() -> None:
 def test_folding_keeps_the_function(alpha) -> None:
     model = plant_outliers(small_gpt2())
     want = model(ids()).logits
-    norms, layers = smoothed(model), linears(model)
+    producers, layers = {**smoothed(model), **smoothed_values(model)}, linears(model)
+    assert {name.rpartition("h.")[2].partition(".")[2] for name in producers} == {
+        "attn.c_attn",
+        "attn.c_proj",
+        "mlp.c_fc",
+    }
     observers = observe(layers, [ids()], model, per_channel=True, samples=8)
-    fold(norms, layers, {name: scales_of(layers[name], observers[name], alpha) for name in norms})
+    fold(producers, layers, {name: scales_of(layers[name], observers[name], alpha) for name in producers})
     assert torch.allclose(model(ids()).logits, want, rtol=1e-4, atol=1e-5)
     after = observe(layers, [ids()], model, per_channel=True)
-    for name in norms:  # the planted channels no longer stand out
-        spread = after[name].result()
-        before = observers[name].result()
-        assert spread.max() / spread.median() < 0.5 * before.max() / before.median()
+    for name in producers:  # the planted channels, before the norms' linears, no longer stand out
+        spread, before = after[name].result(), observers[name].result()
+        most = 1.0 if name.endswith("c_proj") else 0.5
+        assert spread.max() / spread.median() < most * before.max() / before.median()
 
 
 def test_a_clipped_range_loses_less() -> None:
@@ -111,12 +116,16 @@ def test_names_of_schemes() -> None:
         "w8a8-static-mse-smooth",
         "w8a8-dynamic-smooth0.7",
         "w8a8-static-tensor-smooth-search",
+        "w8a8-static-mse-smooth-values",
+        "w8a8-dynamic-smooth0.7-values",
+        "w8a8-static-smooth-search-values",
     ):
         assert scheme_named(name).name == name
     assert scheme_named("w8a8-static-smooth") == Scheme("channel", "tensor", 0.5)
     for arguments, message in (
         ({"clipping": "mse"}, "clipping: expected one of max beside dynamic activations, got 'mse'"),
         ({"weights": "row"}, "weights: expected one of channel, tensor, got 'row'"),
+        ({"smooth_values": True}, "smooth_values: expected False without smoothing, got True"),
         ({"smoothing": 1.5}, r"smoothing: expected None, 'search' or a number in \[0, 1\], got 1.5"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -125,6 +134,15 @@ def test_names_of_schemes() -> None:
     for wrong in ("w8a8-static-smooth2", "w8a8-static-smoothly", "smooth", "w8a8-smooth"):
         with pytest.raises(ValueError, match="each also with -smooth"):
             scheme_named(wrong)
+
+
+def test_smoothed_values_change_what_reads_attention() -> None:
+    plain = quantize_(small_gpt2(), "w8a8-static-smooth", [ids()], progress=False)
+    values = quantize_(small_gpt2(), "w8a8-static-smooth-values", [ids()], progress=False)
+    for block, other in zip(plain.transformer.h, values.transformer.h, strict=True):
+        assert not torch.equal(block.attn.c_proj.weight, other.attn.c_proj.weight)
+        assert torch.equal(block.mlp.c_fc.weight, other.mlp.c_fc.weight)
+    assert torch.allclose(plain(ids()).logits, values(ids()).logits, atol=0.05)
 
 
 def test_a_smoothed_checkpoint_comes_back(tmp_path) -> None:
@@ -140,7 +158,7 @@ def test_a_failure_leaves_the_model_whole() -> None:
         with pytest.raises(ValueError, match="calibration: expected batches for the scheme"):
             quantize_(small_gpt2(), scheme, progress=False)
     with pytest.raises(
-        ValueError, match="smoothing folds into the norm before a linear, which is known for gpt2 alone"
+        ValueError, match="smoothing folds into what stands before a linear, which is known for gpt2 alone"
     ):
         quantize_(nn.Sequential(nn.Linear(4, 4)), "w8a8-static-smooth", [torch.ones(1, 4)], progress=False)
     model = small_gpt2()

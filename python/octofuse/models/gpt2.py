@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
 
 LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-# Norm and the linears that alone read it: the places where smoothing folds. attn.c_proj and mlp.c_proj follow no norm.
-SMOOTHED = (("ln_1", "attn.c_attn"), ("ln_2", "mlp.c_fc"))
+# Norm and the linear that alone reads it.
+NORMED = (("ln_1", "attn.c_attn"), ("ln_2", "mlp.c_fc"))
 
 
 def matches(model: nn.Module) -> bool:
@@ -18,12 +20,29 @@ def linears(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if name.endswith(LINEARS)}
 
 
-def smoothed(model: nn.Module) -> dict[str, nn.Module]:
-    """The norm that each smoothable linear reads, by the linear's qualified name."""
-    modules = dict(model.named_modules())
-    pairs = {}
+def smoothed(model: nn.Module) -> dict[str, tuple[Tensor, ...]]:
+    """The linears that a norm feeds, by qualified name, with the tensors that produce their input channels.
+
+    The channels are each tensor's last dimension; dividing all of them divides the linear's input.
+    """
+    modules: dict[str, Any] = dict(model.named_modules())
+    found: dict[str, tuple[Tensor, ...]] = {}
     for name in linears(model):
-        for norm, linear in SMOOTHED:
+        for norm, linear in NORMED:
             if name.endswith(f".{linear}"):
-                pairs[name] = modules[f"{name.removesuffix(linear)}{norm}"]
-    return pairs
+                before = modules[f"{name.removesuffix(linear)}{norm}"]
+                found[name] = (before.weight, before.bias)
+    return found
+
+
+def smoothed_values(model: nn.Module) -> dict[str, tuple[Tensor, ...]]:
+    """The same for attn.c_proj: it reads sums of values, weighted alike for all channels of a head, so c_attn's values
+    produce its channels. Before mlp.c_proj stands gelu, which no factor passes.
+    """
+    found: dict[str, tuple[Tensor, ...]] = {}
+    for name in linears(model):
+        if name.endswith(".attn.c_proj"):
+            before: Any = model.get_submodule(name.removesuffix("c_proj") + "c_attn")
+            values = 2 * before.bias.shape[0] // 3
+            found[name] = (before.weight[:, values:], before.bias[values:])
+    return found

@@ -59,23 +59,22 @@ def quantize_(
         raise ValueError(f"model: expected linear layers to quantise, got none in {type(model).__name__}")
     plan = _plan(layers, chosen, exceptions or {})
     layers = {name: layers[name] for name in plan}
-    smoothed = [name for name, own in plan.items() if own.smoothing is not None]
-    norms = {name: norm for name, norm in _norms_to_smooth(model).items() if name in smoothed} if smoothed else {}
+    producers = _producers(model, plan)
     amax: dict[str, Tensor] = {}
     scales: dict[str, Tensor] = {}
     if any(own.needs_calibration for own in plan.values()):
-        amax, scales = _calibrated(model, layers, norms, plan, calibration, progress)
-    touched = [t for name in scales for t in (*norms[name].parameters(), layers[name].weight)]
-    before = [t.detach().clone() for t in touched]  # type: ignore[union-attr,operator]
+        amax, scales = _calibrated(model, layers, producers, plan, calibration, progress)
+    touched: list[Any] = [t for name in scales for t in (*producers[name], layers[name].weight)]
+    before = [t.detach().clone() for t in touched]
     # Built first and exchanged after, so that a failure half-way leaves the model whole.
     try:
-        fold(norms, layers, scales)
+        fold(producers, layers, scales)
         names = _track(list(layers), f"quantising ({chosen.name})", progress)
         built = {name: Int8Linear.from_float(layers[name], plan[name], amax.get(name)) for name in names}
     except BaseException:
         with torch.no_grad():
             for tensor, value in zip(touched, before, strict=True):
-                tensor.copy_(value)  # type: ignore[operator,union-attr]
+                tensor.copy_(value)
         raise
     for name, replacement in built.items():
         replace_module(model, name, replacement)
@@ -105,14 +104,18 @@ def _plan(
     return plan
 
 
-def _norms_to_smooth(model: nn.Module) -> dict[str, nn.Module]:
+def _producers(model: nn.Module, plan: Mapping[str, Scheme]) -> dict[str, tuple[Tensor, ...]]:
+    """What produces the input of each layer that its scheme smooths."""
+    if all(scheme.smoothing is None for scheme in plan.values()):
+        return {}
     for family in FAMILIES:
         if family.matches(model):
-            norms: dict[str, nn.Module] = family.smoothed(model)
-            return norms
+            normed, valued = family.smoothed(model), family.smoothed_values(model)
+            found = {n: made for n, made in normed.items() if n in plan and plan[n].smoothing is not None}
+            return found | {n: made for n, made in valued.items() if n in plan and plan[n].smooth_values}
     known = ", ".join(family.__name__.rpartition(".")[2] for family in FAMILIES)
     raise ValueError(
-        f"scheme: smoothing folds into the norm before a linear, which is known for {known} alone; "
+        f"scheme: smoothing folds into what stands before a linear, which is known for {known} alone; "
         f"got {type(model).__name__}"
     )
 
@@ -120,12 +123,12 @@ def _norms_to_smooth(model: nn.Module) -> dict[str, nn.Module]:
 def _calibrated(
     model: nn.Module,
     layers: dict[str, nn.Module],
-    norms: dict[str, nn.Module],
+    producers: Mapping[str, tuple[Tensor, ...]],
     plan: Mapping[str, Scheme],
     calibration: Iterable[Any] | None,
     progress: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Each layer's input amax after smoothing, and the smoothing scales of those that a norm feeds; one pass."""
+    """Each layer's input amax after smoothing, and the smoothing scales of those that have producers; one pass."""
     schemes = list(plan.values())
     if calibration is None:
         name = next(scheme.name for scheme in schemes if scheme.needs_calibration)
@@ -135,15 +138,15 @@ def _calibrated(
     try:
         by_values = any(scheme.clipping in ("percentile", "entropy") for scheme in schemes)
         # A histogram of what a layer reads says nothing of what it would read smoothed: there, rows are kept instead.
-        keeps = any(s.smoothing == "search" or s.clipping == "mse" for s in schemes) or (by_values and bool(norms))
+        keeps = any(s.smoothing == "search" or s.clipping == "mse" for s in schemes) or (by_values and bool(producers))
         batches = _track(calibration, "calibrating", progress)
-        wanted = {"per_channel": bool(norms), "samples": SAMPLES if keeps else 0, "histogram": by_values}
+        wanted = {"per_channel": bool(producers), "samples": SAMPLES if keeps else 0, "histogram": by_values}
         observers = observe(layers, batches, model, **wanted)  # type: ignore[arg-type]
     finally:
         model.train(was_training)
     for observer in observers.values():
         observer.result()  # names the first layer that saw nothing, NaN or Inf
-    scales = {name: scales_of(layers[name], observers[name], plan[name].smoothing) for name in norms}
+    scales = {name: scales_of(layers[name], observers[name], plan[name].smoothing) for name in producers}
     names = _track([name for name in layers if plan[name].is_static], "finding ranges", progress)
     return {name: _range_of(layers[name], observers[name], scales.get(name), plan[name]) for name in names}, scales
 

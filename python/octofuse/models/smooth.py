@@ -1,8 +1,8 @@
-"""SmoothQuant on a model: which norm a linear reads, and the folding of its scales into both."""
+"""SmoothQuant on a model: the scales of a linear, and their folding into it and into what produces its input."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -23,14 +23,16 @@ def scales_of(layer: nn.Module, observer: AmaxObserver, alpha: float | Literal["
 
 
 @torch.no_grad()
-def fold(norms: Mapping[str, nn.Module], layers: Mapping[str, nn.Module], scales: Mapping[str, Tensor]) -> None:
-    """Divide each norm's weight and bias by its linear's scales and multiply the linear's input channels by them.
+def fold(
+    producers: Mapping[str, Sequence[Tensor]], layers: Mapping[str, nn.Module], scales: Mapping[str, Tensor]
+) -> None:
+    """Divide what produces each linear's input by its scales and multiply the linear's input channels by them.
 
     The model computes the same function, within the rounding of its own dtype.
     """
     for name, s in scales.items():
-        norm, layer = norms[name], layers[name]
-        for parameter in norm.parameters():
-            parameter.copy_(parameter.float() / s)
+        for tensor in producers[name]:
+            tensor.copy_(tensor.float() / s)
+        layer = layers[name]
         weight: Tensor = layer.weight  # type: ignore[assignment]
         weight.copy_(weight.float() * (s.unsqueeze(1) if is_conv1d(layer) else s))

@@ -18,6 +18,7 @@ class Scheme:
     weights: one scale per output "channel", or one per "tensor".
     activations: "token" computes one scale per row while running (dynamic); "tensor" uses one calibrated scale (static).
     smoothing: SmoothQuant before quantisation, with this alpha for every layer, or "search" for each layer's best.
+    smooth_values: also smooth what reads attention's output, by scaling the values.
     clipping: a static scale covers the calibrated "max"; the part of it that loses least in the layer's output ("mse");
         99.99 % of the values ("percentile"); or what keeps most of their distribution in 128 levels ("entropy").
     """
@@ -26,6 +27,7 @@ class Scheme:
     activations: Literal["token", "tensor"] = "token"
     smoothing: float | Literal["search"] | None = None
     clipping: Literal["max", "mse", "percentile", "entropy"] = "max"
+    smooth_values: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -41,6 +43,9 @@ class Scheme:
         ):
             raise ValueError(f"smoothing: expected None, 'search' or a number in [0, 1], got {self.smoothing!r}")
 
+        if self.smooth_values and self.smoothing is None:
+            raise ValueError("smooth_values: expected False without smoothing, got True")
+
     @property
     def is_static(self) -> bool:
         return self.activations == "tensor"
@@ -51,12 +56,14 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        base = next(name for name, scheme in SCHEMES.items() if scheme == replace(self, smoothing=None))
+        plain = replace(self, smoothing=None, smooth_values=False)
+        base = next(name for name, scheme in SCHEMES.items() if scheme == plain)
         if self.smoothing is None:
             return base
-        if self.smoothing == "search":
-            return f"{base}-smooth-search"
-        return f"{base}-smooth" if self.smoothing == DEFAULT_ALPHA else f"{base}-smooth{self.smoothing:g}"
+        alpha = "-search" if self.smoothing == "search" else f"{self.smoothing:g}"
+        return (
+            f"{base}-smooth{'' if self.smoothing == DEFAULT_ALPHA else alpha}{'-values' if self.smooth_values else ''}"
+        )
 
 
 PERCENTILE = 0.9999  # of clipping="percentile"
@@ -81,20 +88,22 @@ DEFAULT_ALPHA = 0.5  # of SmoothQuant
 
 
 def scheme_named(name: str | Scheme) -> Scheme:
-    """The scheme behind a name: one of SCHEMES, with "-smooth", "-smooth0.7" or "-smooth-search" for SmoothQuant.
+    """The scheme behind a name: one of SCHEMES, with "-smooth", "-smooth0.7" or "-smooth-search" for SmoothQuant, and
+    "-values" behind that to smooth attention's output too.
 
     Raises ValueError that lists them.
     """
     if isinstance(name, Scheme):
         return name
     base, smooth, rest = name.partition("-smooth")
-    alpha = _alpha(rest)
+    values = rest.endswith("-values")
+    alpha = _alpha(rest.removesuffix("-values"))
     if base not in SCHEMES or alpha is None:
         raise ValueError(
             f"scheme: expected one of {', '.join(SCHEMES)}, each also with -smooth, -smooth<alpha in 0 to 1> or "
-            f"-smooth-search, got {name!r}"
+            f"-smooth-search (and -values behind those), got {name!r}"
         )
-    return replace(SCHEMES[base], smoothing=alpha) if smooth else SCHEMES[base]
+    return replace(SCHEMES[base], smoothing=alpha, smooth_values=values) if smooth else SCHEMES[base]
 
 
 def _alpha(text: str) -> float | Literal["search"] | None:
