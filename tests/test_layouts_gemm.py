@@ -104,6 +104,7 @@ def test_conversions_of_strided_and_misaligned_matrices(generator) -> None:
             got = to_layout(view, layout)
             assert torch.equal(got.data.cpu(), want.data), layout.name
             assert torch.equal(from_layout(got), view)
+            assert torch.equal(from_layout(got, engine="octofuse"), view)
 
 
 def converted_by_cublaslt(convert, layout):
@@ -197,6 +198,10 @@ def test_a_layout_is_refused_by_its_name(device: str) -> None:
         layouts.linear(x, w, *scales, out_layout=COL)
     with pytest.raises(ValueError, match="engine: expected one that can multiply COL32 x COL32_2R_4R4 -> COL32"):
         layouts.matmul(x, ampere, engine="cutlass")
+    with pytest.raises(TypeError, match="alpha: expected float, got int"):
+        layouts.matmul(x, w, alpha=1)
+    with pytest.raises(ValueError, match=r"alpha: expected a finite number above 0, got 0\.0"):
+        layouts.matmul(x, w, alpha=0.0)
     with pytest.raises(ValueError, match="engine: expected 'auto', 'cutlass' or 'cublaslt', got 'cuda'"):
         layouts.matmul(x, w, engine="cuda")
     with pytest.raises(ValueError, match="engine: expected 'auto', 'octofuse' or 'cublaslt', got 'x'"):

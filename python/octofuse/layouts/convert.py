@@ -81,9 +81,10 @@ def from_layout(laid_out: LaidOut, *, engine: str = "auto") -> Tensor:
             f"laid_out.data: expected {size} elements for {layout.name} of {rows} x {cols}, "
             f"got shape {list(laid_out.data.shape)}"
         )
-    if layout.tile_cols == 0 and engine == "auto":
+    takes_kernel = _takes_kernel(laid_out.data, layout, engine)
+    if layout.tile_cols == 0 and engine != "cublaslt":
         return laid_out.data.reshape(rows, cols)
-    if _takes_kernel(laid_out.data, layout, engine):
+    if takes_kernel:
         return kernels.from_layout(laid_out.data, layout.name, rows, cols, engine)
     return _from_layout_torch(laid_out)
 

@@ -98,6 +98,7 @@ def matmul(
     _expect_layout(out)
     if engine not in ("auto", "cutlass", "cublaslt"):
         raise ValueError(f"engine: expected 'auto', 'cutlass' or 'cublaslt', got {engine!r}")
+    _check_alpha(alpha)
     readable = is_col32(x.layout) and is_col32(w.layout) and (out == ROW or is_col32(out))
     if engine == "cutlass" and not readable:
         names = f"{x.layout.name} x {w.layout.name} -> {out.name}"
@@ -149,6 +150,15 @@ def _expect_col32(layout: Layout, name: str) -> None:
     if not is_col32(layout):
         hint = "to_layout converts; matmul(engine='cublaslt') reads the orders of Turing and Ampere where the chip does"
         raise ValueError(f"{name}: expected layout COL32, got {layout.name} ({hint})")
+
+
+def _check_alpha(alpha: float | None) -> None:
+    if alpha is None:
+        return
+    if not isinstance(alpha, float):
+        raise TypeError(f"alpha: expected float, got {type(alpha).__name__}")
+    if not 0 < alpha <= torch.finfo(torch.float32).max:
+        raise ValueError(f"alpha: expected a finite number above 0, got {alpha}")
 
 
 def _sizes(x: LaidOut, w: LaidOut) -> tuple[int, int, int]:
