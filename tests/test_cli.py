@@ -159,7 +159,9 @@ def test_layout_support_without_a_gpu() -> None:
     if not torch.cuda.is_available():
         code, _, err = call("layout", "support")
         assert code == 1
-        assert "device: expected a CUDA device" in err
+        assert "device: expected one that octofuse can use, got 'cuda'" in err
+    code, _, err = call("layout", "support", "--device", "cpu")
+    assert (code, err.strip()) == (1, "octofuse: device: expected a CUDA device, got cpu")
 
 
 @pytest.mark.gpu

@@ -43,7 +43,7 @@ def test_logits_are_those_of_the_model(device: str, scheme: str | None) -> None:
     model = model_of(scheme, device)
     decoder = Decoder(model)
     tokens = ids(3, 12).to(device)
-    cache = decoder.new_cache(3, 12)
+    cache = decoder.new_cache(3, 16)
     logits = [decoder.prefill(tokens[:, :5], torch.tensor([5, 5, 5], device=device), cache)]
     for place in range(5, 12):
         logits.append(decoder.step(tokens[:, place], torch.full((3,), place, device=device), cache))
@@ -131,6 +131,23 @@ def test_generate_keeps_a_generator_until_the_model_changes() -> None:
     with torch.no_grad():
         model.transformer.wte.weight.copy_(-model.transformer.wte.weight)
     assert generate(model, PROMPTS, 8) == Generator(model)(PROMPTS, 8)
+
+
+def test_generate_sees_an_exchanged_weight_and_takes_inference_tensors() -> None:
+    model = small_gpt2().requires_grad_(False)
+    for seed in range(5):  # a new tensor may lie where the old one lay
+        weight = torch.randn(97, 32, generator=torch.Generator().manual_seed(seed)) * 0.3
+        model.transformer.wte.weight = model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+        assert generate(model, PROMPTS, 6) == Generator(model)(PROMPTS, 6)
+    with torch.inference_mode():
+        inferred = small_gpt2()
+    assert generate(inferred, PROMPTS, 6) == Generator(small_gpt2())(PROMPTS, 6)
+
+
+def test_layers_of_different_kinds_follow_each_other() -> None:
+    for exceptions in ({"mlp.c_fc": None}, {"mlp.c_proj": "w8a8-dynamic"}, {"attn.c_proj": None, "mlp.c_proj": None}):
+        model = quantize_(small_gpt2(), "w8a8-static", [ids()], exceptions=exceptions, progress=False)
+        assert Generator(model)(PROMPTS, 12) == [by_transformers(model, prompt, 12) for prompt in PROMPTS]
 
 
 def test_wrong_input_is_refused_by_name() -> None:

@@ -226,6 +226,10 @@ def test_without_a_gpu_the_engines_say_so(generator) -> None:
     matrix = int8((4, 8), generator)
     with pytest.raises(ValueError, match="engine: expected 'auto' for a tensor on the CPU, got 'cublaslt'"):
         to_layout(matrix, COL32, engine="cublaslt")
+    with pytest.raises(ValueError, match="k: expected at least 1, got 0"):
+        layouts.support(32, 32, 0)
+    with pytest.raises(ValueError, match="device: expected a CUDA device, got cpu"):
+        layouts.support(32, 32, 32, device="cpu")
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="support: needs a CUDA device"):
             layouts.support(32, 32, 32)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from octofuse.models.decoder import Decoder
 
 KEPT = 4  # sessions of a generator, and prompt lengths of a session, whose graphs are kept
+CAPACITY_STEP = 64  # positions of a session's cache are a multiple of this: one serves many lengths
 PROMPT_STEP = 16  # captured prompts are padded to a multiple of this many tokens
 LONGEST_CAPTURED = 256  # tokens of a prompt: longer ones keep the GPU busy without a graph
 LOOK_EVERY = 16  # tokens between looks for stop tokens, where nobody streams
@@ -62,14 +63,14 @@ class Sampling:
 class Session:
     """Buffers and graphs for one batch size, capacity and way of sampling."""
 
-    def __init__(self, decoder: Decoder, batch: int, length: int, sampling: Sampling) -> None:
+    def __init__(self, decoder: Decoder, batch: int, capacity: int, sampling: Sampling) -> None:
         self.decoder, self.sampling = decoder, sampling
-        self.cache = decoder.new_cache(batch, length)
+        self.cache = decoder.new_cache(batch, capacity)
         device = decoder.device
         self.ids = torch.zeros(batch, dtype=torch.int64, device=device)
         self.places = torch.zeros_like(self.ids)
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # of new tokens
-        self.history = torch.zeros(batch, self.cache.capacity, dtype=torch.int64, device=device)
+        self.history = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
         shape = (batch, decoder.vocabulary)
         self.noise = torch.ones(shape, device=device) if sampling.temperature > 0 else None
         self.prompts: OrderedDict[int, tuple[Tensor, Any]] = OrderedDict()
@@ -107,7 +108,7 @@ class Session:
         """Runs the prompts and chooses the first new token of each."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         longest = int(lengths.max())
-        padded = -(-longest // PROMPT_STEP) * PROMPT_STEP
+        padded = _rounded_up(longest, PROMPT_STEP)
         captured = self.decoder.device.type == "cuda" and padded <= min(LONGEST_CAPTURED, self.cache.capacity)
         width = min(padded, self.decoder.positions) if captured else longest
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)
@@ -206,17 +207,18 @@ class Generator:
         return [_until(row, stops) for row in session.history[:, :done].tolist()]
 
     def _session(self, batch: int, length: int, sampling: Sampling) -> Session:
-        capacity = -(-length // 64)
-        key = (batch, capacity, sampling)
+        key = (batch, _rounded_up(length, CAPACITY_STEP), sampling)
         if key not in self.sessions:
             while len(self.sessions) >= KEPT:
                 self.sessions.popitem(last=False)
-            self.sessions[key] = Session(self.decoder, batch, length, sampling)
+            self.sessions[key] = Session(self.decoder, *key)
         self.sessions.move_to_end(key)
         return self.sessions[key]
 
 
-_generators: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Generator]] = weakref.WeakKeyDictionary()
+# By model: its tensors, the versions in which they were read, and the Generator made of them.
+_generators: weakref.WeakKeyDictionary[nn.Module, tuple[list[Tensor], list[int], Generator]]
+_generators = weakref.WeakKeyDictionary()
 
 
 def generate(
@@ -226,11 +228,16 @@ def generate(
 
     It is made anew when a tensor of the model was exchanged or written to.
     """
-    version = tuple((id(t), t._version) for t in (*model.parameters(), *model.buffers()))
+    tensors = [*model.parameters(), *model.buffers()]
+    versions = [0 if t.is_inference() else t._version for t in tensors]
     known = _generators.get(model)
-    if known is None or known[0] != version:
-        known = _generators[model] = (version, Generator(model))
-    return known[1](prompts, max_new_tokens, **options)
+    if known is None or [*map(id, known[0])] != [*map(id, tensors)] or known[1] != versions:
+        known = _generators[model] = (tensors, versions, Generator(model))
+    return known[2](prompts, max_new_tokens, **options)
+
+
+def _rounded_up(count: int, step: int) -> int:
+    return -(-count // step) * step
 
 
 class _Draws:

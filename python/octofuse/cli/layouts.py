@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
+from octofuse.cli.common import pick_device
 from octofuse.layouts import support
 
 
@@ -15,10 +15,9 @@ def print_support(console: Console, shape: str, device: str) -> None:
         m, n, k = (int(part) for part in shape.split(","))
     except ValueError:
         raise ValueError(f"shape: expected M,N,K, got {shape!r}") from None
-    if not torch.cuda.is_available():
-        raise ValueError(f"device: expected a CUDA device, got {device!r} on a machine without one")
+    where = pick_device(device)
     table = Table("x / w / output", "int32 output", "int8 output", title=f"cuBLASLt, M, N, K = {m}, {n}, {k}", box=None)
-    found = [support(m, n, k, int8_output=int8_output, device=device) for int8_output in (False, True)]
+    found = [support(m, n, k, int8_output=int8_output, device=where) for int8_output in (False, True)]
     for names in found[0]:
         table.add_row(names, *(_words(column[names]) for column in found))
     console.print(table)

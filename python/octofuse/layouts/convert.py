@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octofuse import ops
-from octofuse.layouts.maps import COL, COL32, Layout, _inner, _inverse
+from octofuse.layouts.maps import COL32, Layout, _inner, _inverse
 from octofuse.ops import layouts as kernels
 
 Scale = Tensor | float
@@ -33,14 +33,6 @@ class LaidOut:
     def leading_dimension(self) -> int:
         return self.layout.leading_dimension(self.rows, self.cols)
 
-    def expect(self, layout: Layout, name: str) -> Tensor:
-        """`data`, for an op that reads `layout`; ValueError naming the argument if it is another one's."""
-        if self.layout != layout:
-            raise ValueError(
-                f"{name}: expected layout {layout.name}, got {self.layout.name} (from_layout converts back)"
-            )
-        return self.data
-
 
 def to_layout(matrix: Tensor, layout: Layout, *, engine: str = "auto") -> LaidOut:
     """A matrix [rows, cols] -> its elements in `layout`, padded with zeros to whole tiles.
@@ -61,13 +53,14 @@ def to_layout(matrix: Tensor, layout: Layout, *, engine: str = "auto") -> LaidOu
     if matrix.dim() != 2 or 0 in matrix.shape:
         raise ValueError(f"matrix: expected [rows, cols], each at least 1, got shape {list(matrix.shape)}")
     rows, cols = matrix.shape
-    if not _takes_kernel(matrix, layout, engine):
-        return LaidOut(_to_layout_torch(matrix, layout), layout, rows, cols)
-    if matrix.stride(1) != 1 or matrix.stride(0) < cols:
-        matrix = matrix.contiguous()
-    if layout.tile_cols == 0 and engine != "cublaslt":
-        return LaidOut(matrix.contiguous().clone().reshape(-1), layout, rows, cols)
-    data = kernels.to_layout(matrix, layout.name, layout.size(rows, cols), engine)
+    takes_kernel = _takes_kernel(matrix, engine)
+    if _is_row(layout) and engine != "cublaslt":
+        data = matrix.clone(memory_format=torch.contiguous_format).reshape(-1)
+    elif takes_kernel:
+        dense = matrix if matrix.stride(1) == 1 and matrix.stride(0) >= cols else matrix.contiguous()
+        data = kernels.to_layout(dense, layout.name, layout.size(rows, cols), engine)
+    else:
+        data = _to_layout_torch(matrix, layout)
     return LaidOut(data, layout, rows, cols)
 
 
@@ -81,8 +74,8 @@ def from_layout(laid_out: LaidOut, *, engine: str = "auto") -> Tensor:
             f"laid_out.data: expected {size} elements for {layout.name} of {rows} x {cols}, "
             f"got shape {list(laid_out.data.shape)}"
         )
-    takes_kernel = _takes_kernel(laid_out.data, layout, engine)
-    if layout.tile_cols == 0 and engine != "cublaslt":
+    takes_kernel = _takes_kernel(laid_out.data, engine)
+    if _is_row(layout) and engine != "cublaslt":
         return laid_out.data.reshape(rows, cols)
     if takes_kernel:
         return kernels.from_layout(laid_out.data, layout.name, rows, cols, engine)
@@ -137,13 +130,15 @@ def _expect_laid_out(laid_out: LaidOut, name: str) -> None:
 _KERNEL_DTYPES = frozenset((torch.int8, torch.int32, torch.float16, torch.bfloat16, torch.float32))
 
 
-def _takes_kernel(tensor: Tensor, layout: Layout, engine: str) -> bool:
+def _is_row(layout: Layout) -> bool:
+    return layout.tile_cols == 0
+
+
+def _takes_kernel(tensor: Tensor, engine: str) -> bool:
     if engine not in ("auto", "octofuse", "cublaslt"):
         raise ValueError(f"engine: expected 'auto', 'octofuse' or 'cublaslt', got {engine!r}")
     if engine == "cublaslt" and not tensor.is_cuda:
         raise ValueError("engine: expected 'auto' for a tensor on the CPU, got 'cublaslt'")
-    if engine == "auto" and layout == COL and tensor.element_size() == 2:
-        return False  # no kernel of its own: left to torch
     return tensor.is_cuda and (tensor.dtype in _KERNEL_DTYPES or engine == "cublaslt")
 
 

@@ -120,20 +120,25 @@ def matmul(
 def support(
     m: int, n: int, k: int, *, int8_output: bool = False, device: torch.device | str | int | None = None
 ) -> dict[str, int]:
-    """What cuBLASLt offers on a device for (M, N, K) in each of the layouts' combinations, asked anew for every size.
+    """What cuBLASLt offers on a CUDA device for (M, N, K), each at least 1, in each of the layouts' combinations.
 
     Returns:
         "x / w / output" -> how many algorithms; 0 or less: none, minus the status with which it declines (15: not
         supported).
 
     Raises:
+        ValueError: a size below 1, or no CUDA device.
         RuntimeError: no GPU, or no cuBLASLt.
     """
+    for name, size in (("m", m), ("n", n), ("k", k)):
+        if size < 1:
+            raise ValueError(f"{name}: expected at least 1, got {size}")
+    where = torch.device(device if device is not None else "cuda")
+    if where.type != "cuda":
+        raise ValueError(f"device: expected a CUDA device, got {where}")
     if not torch.cuda.is_available():
         raise RuntimeError("support: needs a CUDA device")
-    index = torch.device(device if device is not None else "cuda").index
-    if index is None:
-        index = torch.cuda.current_device()
+    index = torch.cuda.current_device() if where.index is None else where.index
     found = {}
     for combination in COMBINATIONS:
         names = [layout.name for layout in combination]

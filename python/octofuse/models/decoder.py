@@ -7,7 +7,9 @@ output is quantised per token. A floating-point model takes the same way through
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,6 @@ from octofuse.nn import Int8Linear
 from octofuse.nn.linear import weight_of
 
 HEAD_ROWS = 64  # of the output head at a time: its kernel, and so its bits, then do not depend on the batch
-CAPACITY_STEP = 64  # positions of a cache: a multiple of this
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -70,9 +71,8 @@ class Decoder:
         self.dtype, self.device = self.tokens.dtype, self.tokens.device
         self.blocks = [Block(block, self.activation, self.dtype) for block in body.h]
 
-    def new_cache(self, batch: int, length: int) -> Cache:
-        """Room for `length` positions of `batch` sequences, all zero."""
-        capacity = -(-length // CAPACITY_STEP) * CAPACITY_STEP
+    def new_cache(self, batch: int, capacity: int) -> Cache:
+        """Room for `capacity` positions of `batch` sequences, all zero."""
         shape = (len(self.blocks), batch, self.heads, capacity, self.width // self.heads)
         return Cache(*(torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)))
 
@@ -83,16 +83,13 @@ class Decoder:
         Keys and values of positions 0 to T - 1 go into the cache.
         """
         batch, length = ids.shape
-        x = self._embed(ids, torch.arange(length, device=ids.device))
-        for block, keys, values in zip(self.blocks, cache.keys, cache.values, strict=True):
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
-                q, k, v = (self._by_head(t, batch) for t in (q, k, v))
-                keys[:, :, :length].copy_(k)
-                values[:, :, :length].copy_(v)
-                return scaled_dot_product_attention(q, k, v, is_causal=True)
+        def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            keys[:, :, :length].copy_(k)
+            values[:, :, :length].copy_(v)
+            return scaled_dot_product_attention(q, k, v, is_causal=True)
 
-            x = block(x, attend)
+        x = self._through_blocks(self._embed(ids, torch.arange(length, device=ids.device)), batch, cache, attend)
         last = x.view(batch, length, -1)[torch.arange(batch, device=ids.device), lengths - 1]
         return self._logits(last)
 
@@ -103,21 +100,26 @@ class Decoder:
         Its keys and values go into the cache. Nothing waits for the host: a CUDA graph can record it.
         """
         batch = ids.shape[0]
-        x = self._embed(ids, places)
         behind = torch.arange(cache.capacity, device=ids.device) > places.unsqueeze(1)
         mask = torch.zeros(behind.shape, dtype=self.dtype, device=ids.device).masked_fill_(behind, float("-inf"))
         mask = mask.view(batch, 1, 1, -1).expand(-1, self.heads, -1, -1)
         at = places.view(batch, 1, 1, 1).expand(-1, self.heads, -1, self.width // self.heads)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            keys.scatter_(2, at, k)
+            values.scatter_(2, at, v)
+            return scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+        return self._logits(self._through_blocks(self._embed(ids, places), batch, cache, attend))
+
+    def _through_blocks(self, x: Tensor, batch: int, cache: Cache, attend: Callable[..., Tensor]) -> Tensor:
+        """attend(q, k, v, keys, values), by head `[B, H, T, D]`, stores k and v in a layer's part of the cache."""
+        by_head = partial(self._by_head, batch=batch)
         for block, keys, values in zip(self.blocks, cache.keys, cache.values, strict=True):
-
-            def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor = keys, values: Tensor = values) -> Tensor:
-                q, k, v = (self._by_head(t, batch) for t in (q, k, v))
-                keys.scatter_(2, at, k)
-                values.scatter_(2, at, v)
-                return scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-
-            x = block(x, attend)
-        return self._logits(x)
+            x = block(
+                x, lambda q, k, v, keys=keys, values=values: attend(by_head(q), by_head(k), by_head(v), keys, values)
+            )
+        return x
 
     def _embed(self, ids: Tensor, places: Tensor) -> Tensor:
         x: Tensor = self.tokens[ids] + self.places[places]

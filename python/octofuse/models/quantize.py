@@ -140,8 +140,8 @@ def _calibrated(
         # A histogram of what a layer reads says nothing of what it would read smoothed: there, rows are kept instead.
         keeps = any(s.smoothing == "search" or s.clipping == "mse" for s in schemes) or (by_values and bool(producers))
         batches = _track(calibration, "calibrating", progress)
-        wanted = {"per_channel": bool(producers), "samples": SAMPLES if keeps else 0, "histogram": by_values}
-        observers = observe(layers, batches, model, **wanted)  # type: ignore[arg-type]
+        samples = SAMPLES if keeps else 0
+        observers = observe(layers, batches, model, per_channel=bool(producers), samples=samples, histogram=by_values)
     finally:
         model.train(was_training)
     for observer in observers.values():

@@ -65,8 +65,9 @@ def observe(
     and histogram as AmaxObserver takes them.
     Raises ValueError if there is no batch.
     """
-    wanted = {"per_channel": per_channel, "samples": samples, "histogram": histogram}
-    observers = {name: AmaxObserver(name, **wanted) for name in layers}  # type: ignore[arg-type]
+    observers = {
+        name: AmaxObserver(name, per_channel=per_channel, samples=samples, histogram=histogram) for name in layers
+    }
     handles = [layer.register_forward_pre_hook(observers[name]) for name, layer in layers.items()]
     count = 0
     try:
