@@ -18,6 +18,7 @@ import octofuse
 from helpers import FLOATS, engines, operands, served
 from octofuse import layouts
 from octofuse.layouts import COL32, LAYOUTS, ROW, from_layout, interleaved, to_layout
+from octofuse.ops import decode
 from octofuse.testing import reference
 
 # Aligned and ragged, one row and several tiles, K padded inside, a K that wraps every ring of stages.
@@ -122,6 +123,44 @@ def layout_cases() -> int:
     return count
 
 
+def decode_cases() -> int:
+    """Linears that quantise for themselves, and a step of decoding; split attention too."""
+    count = 0
+    for m, n, k in ((1, 769, 768), (2, 96, 1600), (3, 75, 112), (4, 640, 256), (1, 64, 6400)):
+        host = operands(m, n, k)
+        for dtype in (torch.float16, torch.bfloat16):
+            x, weight = torch.randn(m, k).to(dtype), torch.randn(k).to(dtype)
+            for norm in ({}, {"norm": "layer_norm", "norm_weight": weight, "norm_bias": weight}):
+                for scale in (None, 0.03):
+                    residual = host.residual.to(dtype)
+                    want = octofuse.quantized_linear(
+                        x, host.w, host.w_scale, host.bias, residual=residual, x_scale=scale, **norm
+                    )
+                    on_gpu = {key: v.cuda() if isinstance(v, torch.Tensor) else v for key, v in norm.items()}
+                    got = octofuse.quantized_linear(
+                        x.cuda(), host.w.cuda(), host.w_scale.cuda(), host.bias.cuda(), residual=residual.cuda(),
+                        x_scale=scale, **on_gpu,
+                    )  # fmt: skip
+                    assert torch.equal(got.cpu(), want), (m, n, k, norm.get("norm"), scale)
+                    count += 1
+    places = torch.tensor([0, 130, 299])
+    for dtype, heads, size in ((torch.float16, 3, 64), (torch.bfloat16, 2, 40), (torch.float16, 2, 128)):
+        cache = torch.randn(2, 3, heads, 300, size).to(dtype).cuda()
+        qkv = torch.randn(3, 3 * heads * size).to(dtype).cuda()
+        scratch = decode.attend_scratch(3, heads, size, 300, cache.device)
+        out = decode.attend(qkv, cache[0], cache[1], places.cuda(), *scratch)
+        q = decode.attend(qkv, cache[0], cache[1], places.cuda(), *scratch, 0.02)
+        assert torch.equal(q.cpu(), reference.quantize(out.cpu(), 0.02))
+        table = torch.randn(301, heads * size).to(dtype)
+        x = decode.embed(places.cuda(), places.cuda(), table.cuda(), table.cuda())
+        assert torch.equal(x.cpu(), table[places] + table[places])
+        ids, counts, steps = (torch.zeros(3, dtype=torch.int64).cuda() for _ in range(3))
+        decode.choose(x, ids, torch.zeros(3, 4, dtype=torch.int64).cuda(), counts, steps, True)
+        assert torch.equal(ids.cpu(), x.cpu().float().argmax(-1))
+        count += 4
+    return count
+
+
 def quantize_cases() -> int:
     count = 0
     for shape in ((1, 1), (5, 100), (130, 768)):
@@ -143,6 +182,7 @@ def main() -> int:
     wanted = parser.parse_args().engines
     chosen = [name for name in engines("cuda") if wanted == ["all"] or name.split("/")[0] in wanted]
     total = linear_cases(chosen) + many_tile_cases(chosen) + quantize_cases() + row_cases() + layout_cases()
+    total += decode_cases()
     torch.cuda.synchronize()
     print(f"sanitizer cases: {total}")
     return 0 if total >= 100 else 1

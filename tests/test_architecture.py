@@ -15,7 +15,7 @@ ALLOWED = {
     "layouts": {"ops"},
     "nn": {"ops", "quant"},
     "models": {"nn", "ops", "quant"},
-    "generate": {"models"},
+    "generate": {"models", "ops"},
     "assets": set(),
     "doctor": {"_C", "ops", "testing"},
     "cli": {"_C", "assets", "doctor", "layouts", "models", "nn", "ops", "quant"},

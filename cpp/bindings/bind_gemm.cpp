@@ -1,11 +1,8 @@
 // The linear ops: every check, then select, then one launch. CPU tensors are checked here too and computed in Python.
 #include <pybind11/stl.h>
 
-#include <array>
-#include <cmath>
 #include <map>
 #include <optional>
-#include <utility>
 
 #include "linear_call.h"
 #include "module.h"
@@ -13,29 +10,6 @@
 
 namespace octofuse {
 namespace {
-
-GemmProblem problem_of(const LinearCall& call) {
-  const GemmArgs& args = call.args;
-  GemmProblem problem;
-  problem.m = args.m;
-  problem.n = args.n;
-  problem.k = args.k;
-  problem.out = args.out_type;
-  problem.raw = call.raw;
-  problem.ldo = args.ldo;
-  problem.out_aligned = reinterpret_cast<uintptr_t>(args.out) % 16 == 0;
-  const Activation activation = args.epilogue.activation;
-  problem.double_activation =
-      args.out_type == DType::kFloat32 && activation != Activation::kNone && activation != Activation::kRelu;
-  return problem;
-}
-
-// The first call on a device reads what `octofuse tune` measured there before. The reader reports its own failures.
-void read_tuning_once(int device) {
-  static std::array<bool, 64> asked{};  // under the GIL
-  if (std::exchange(asked.at(static_cast<size_t>(device)), true)) return;
-  py::module_::import("octofuse.ops.tuning").attr("load")(device);
-}
 
 // Finds or makes the output, selects and launches. CPU tensors stop after the checks: None tells Python to compute.
 py::object run(LinearCall& call, DType out_type, const std::string& engine, py::handle out_object) {
@@ -71,19 +45,10 @@ py::object linear(py::handle x, py::handle w, py::handle x_scale, py::handle w_s
                   bool constant_weight) {
   LinearCall call = checked_operands(x, w);
   call.args.constant_weight = constant_weight;
-  EpilogueArgs& epilogue = call.args.epilogue;
-  epilogue.x_scale = parse_scale(x_scale, "x_scale", call.args.m, call.x);
-  epilogue.w_scale = parse_scale(w_scale, "w_scale", call.args.n, call.x);
-  parse_bias(call, bias);
-  epilogue.activation = parse_activation(activation);
-  parse_residual(call, residual);
+  call.args.epilogue.x_scale = parse_scale(x_scale, "x_scale", call.args.m, call.x);
+  parse_epilogue(call, w_scale, bias, activation, residual);
   parse_zero_point(call, x_zero_point, w_sum);
-  if (!out_scale.is_none()) {
-    epilogue.out_scale = parse_scale(out_scale, "out_scale", -1, call.x);
-    return run(call, DType::kInt8, engine, out);
-  }
-  const DType out_type = parse_dtype(out_dtype, "out_dtype", {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
-  return run(call, out_type, engine, out);
+  return run(call, parse_output(call, out_dtype, out_scale), engine, out);
 }
 
 // int32 accumulators, or with `alpha` their requantisation clamp(rne(float(acc) * alpha), -128, 127).

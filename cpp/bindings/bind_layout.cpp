@@ -10,11 +10,11 @@
 #include "octofuse/error.h"
 #include "octofuse/layout.h"
 #include "octofuse/row_pass.h"
+#include "row_call.h"
 
 namespace octofuse {
 namespace {
 
-constexpr std::initializer_list<DType> kFloats = {DType::kFloat16, DType::kBFloat16, DType::kFloat32};
 constexpr int64_t kMaxRowBytes = kMaxExtent - 1024;  // kernels count a padded row's bytes in 32 bits
 
 void check_sides(int64_t rows, int64_t cols, DType type) {
@@ -40,12 +40,23 @@ void check_laid_out(const TensorView& data, const MatrixOrder& order, int64_t ro
   }
 }
 
+// A matrix in rows, dense in its columns.
+void check_matrix(const TensorView& matrix) {
+  expect_known_device(matrix);
+  if (matrix.ndim() != 2) refuse<ValueError>(matrix.name, "[rows, cols]", "shape " + matrix.shape_text());
+  check_sides(matrix.size(0), matrix.size(1), matrix.dtype);
+}
+
+void expect_cublaslt(int device) {
+  const Capability& capability = device_capability(device);
+  if (capability.cublaslt) return;
+  refuse<ValueError>("engine", "one that can serve", "'cublaslt': " + capability.cublaslt_why);
+}
+
 void convert(const ConvertArgs& args, const std::string& engine, DType type, int device, Stream stream) {
   if (engine == "auto" || engine == "octofuse") return convert_layout(args, device, stream);
   if (engine != "cublaslt") refuse<ValueError>("engine", "'auto', 'octofuse' or 'cublaslt'", "'" + engine + "'");
-  const Capability& capability = device_capability(device);
-  if (!capability.cublaslt)
-    refuse<ValueError>("engine", "one that can serve", "'cublaslt': " + capability.cublaslt_why);
+  expect_cublaslt(device);
   if (type != DType::kInt8) refuse<ValueError>("engine", "'octofuse' for other elements than int8", "'cublaslt'");
   convert_layout_cublaslt(args, device, stream);
 }
@@ -53,12 +64,10 @@ void convert(const ConvertArgs& args, const std::string& engine, DType type, int
 py::object to_layout(py::handle matrix_object, const std::string& order, const std::string& engine) {
   const TensorView matrix(matrix_object, "matrix");
   expect_dtype(matrix, {DType::kInt8, DType::kInt32, DType::kFloat16, DType::kBFloat16, DType::kFloat32});
-  expect_known_device(matrix);
-  if (matrix.ndim() != 2) refuse<ValueError>("matrix", "[rows, cols]", "shape " + matrix.shape_text());
+  check_matrix(matrix);
   ConvertArgs args;
   args.rows = matrix.size(0);
   args.cols = matrix.size(1);
-  check_sides(args.rows, args.cols, matrix.dtype);
   args.element = static_cast<int64_t>(size_of(matrix.dtype));
   args.order = order_named(order, "layout", args.cols);
   args.matrix = matrix.data();
@@ -93,15 +102,8 @@ py::object from_layout(py::handle data_object, const std::string& order, int64_t
 py::object quantize_col32(py::handle x_object, py::handle scale) {
   const TensorView x(x_object, "x");
   expect_dtype(x, kFloats);
-  expect_known_device(x);
-  if (x.ndim() != 2) refuse<ValueError>("x", "[rows, cols]", "shape " + x.shape_text());
-  RowPassArgs args;
-  args.rows = x.size(0);
-  args.cols = x.size(1);
-  check_sides(args.rows, args.cols, x.dtype);
-  args.type = x.dtype;
-  args.x = x.data();
-  args.ldx = x.row_stride();
+  check_matrix(x);
+  RowPassArgs args = checked_rows(x);
   if (!scale.is_none()) args.scale = parse_scale(scale, "scale", -1, x);
   if (x.on_cpu()) return py::none();
   const TensorFactory factory(x.dl.device);
@@ -215,9 +217,7 @@ py::object matmul_ordered(py::handle x, py::handle w, const Sizes& sizes, const 
   gemm.args.out_type = alpha.is_none() ? DType::kInt32 : DType::kInt8;
   if (!alpha.is_none()) gemm.args.epilogue.w_scale = parse_scale(alpha, "alpha", -1, call.x);
   if (call.x.on_cpu()) return py::none();
-  const Capability& capability = device_capability(call.x.device());
-  if (!capability.cublaslt)
-    refuse<ValueError>("engine", "one that can serve", "'cublaslt': " + capability.cublaslt_why);
+  expect_cublaslt(call.x.device());
   const int found = cublaslt_algorithms(gemm, call.x.device());
   if (algorithm < 0 || algorithm >= found) {
     const std::string names = orders[0] + " x " + orders[1] + " -> " + orders[2];
@@ -244,8 +244,7 @@ int probe(const Sizes& sizes, const std::array<std::string, 3>& orders, bool int
   args.n = sizes[1];
   args.k = sizes[2];
   args.out_type = int8_output ? DType::kInt8 : DType::kInt32;
-  const Capability& capability = device_capability(device);
-  if (!capability.cublaslt) throw RuntimeError(capability.cublaslt_why);
+  expect_cublaslt(device);
   return cublaslt_algorithms(ordered(args, orders), device);
 }
 

@@ -1,35 +1,13 @@
 // Quantisation and the passes over rows that end in it. CPU tensors are checked here and computed in Python (None).
-#include <cmath>
-
 #include "arguments.h"
 #include "module.h"
 #include "octofuse/epilogue_pass.h"
 #include "octofuse/error.h"
 #include "octofuse/row_pass.h"
+#include "row_call.h"
 
 namespace octofuse {
 namespace {
-
-constexpr std::initializer_list<DType> kFloats = {DType::kFloat16, DType::kBFloat16, DType::kFloat32};
-
-RowPassArgs checked(const TensorView& x) {
-  expect_dtype(x, kFloats);
-  expect_known_device(x);
-  if (x.ndim() < 1) refuse<ValueError>("x", "at least one dimension", "shape " + x.shape_text());
-  if (x.size(x.ndim() - 1) < 1) refuse<ValueError>("x", "a last dimension of at least 1", "shape " + x.shape_text());
-  if (x.rows() > kMaxExtent || x.size(x.ndim() - 1) > kMaxExtent - 8) {
-    refuse<ValueError>("x", "fewer than 2^31 rows and columns", "shape " + x.shape_text());
-  }
-  RowPassArgs args;
-  args.rows = x.rows();
-  args.cols = x.size(x.ndim() - 1);
-  args.x = x.data();
-  args.ldx = x.row_stride();
-  args.type = x.dtype;
-  return args;
-}
-
-std::vector<int64_t> shape_of(const TensorView& tensor) { return {tensor.dl.shape, tensor.dl.shape + tensor.ndim()}; }
 
 // With one scale for all a contiguous tensor's rows may be cut anywhere: into lengths that fill the device.
 void quantize_flat(RowPassArgs args, int device, Stream stream) {
@@ -49,7 +27,7 @@ void quantize_flat(RowPassArgs args, int device, Stream stream) {
 
 py::object per_tensor(py::handle x_object, py::handle scale) {
   const TensorView x(x_object, "x");
-  RowPassArgs args = checked(x);
+  RowPassArgs args = checked_rows(x);
   args.scale = parse_scale(scale, "scale", -1, x);
   if (x.on_cpu()) return py::none();
   const TensorFactory factory(x.dl.device);
@@ -66,7 +44,7 @@ py::object per_tensor(py::handle x_object, py::handle scale) {
 
 py::object per_token(py::handle x_object) {
   const TensorView x(x_object, "x");
-  RowPassArgs args = checked(x);
+  RowPassArgs args = checked_rows(x);
   if (x.on_cpu()) return py::none();
   const TensorFactory factory(x.dl.device);
   void* q = nullptr;
@@ -79,55 +57,17 @@ py::object per_token(py::handle x_object) {
   return py::make_tuple(result, result_scales);
 }
 
-// weight or bias of a norm: [K], contiguous, in fp32 or x's dtype.
-const void* parse_affine(py::handle object, const char* name, const TensorView& x, RowPassArgs& args) {
-  if (object.is_none()) return nullptr;
-  const TensorView tensor(object, name);
-  expect_dtype(tensor, {DType::kFloat32, x.dtype});
-  expect_same_device(tensor, x);
-  if (tensor.ndim() != 1 || tensor.size(0) != args.cols || !tensor.is_contiguous()) {
-    refuse<ValueError>(name, "a contiguous tensor of shape [" + std::to_string(args.cols) + "]", tensor.shape_text());
-  }
-  const bool other = args.weight != nullptr;
-  if (other && tensor.dtype != args.affine_type) {
-    refuse<TypeError>(name, std::string("dtype ") + name_of(args.affine_type) + " like weight", tensor.dtype_text());
-  }
-  args.affine_type = tensor.dtype;
-  return tensor.data();
-}
-
-void parse_norm(const std::string& op, py::handle residual, py::handle weight, py::handle bias, py::handle eps,
-                const TensorView& x, RowPassArgs& args) {
-  if (args.cols > kMaxK) refuse<ValueError>("x", "at most 131071 columns", "shape " + x.shape_text());
-  args.norm = op == "layer_norm" ? Norm::kLayer : Norm::kRms;
-  if (PyFloat_Check(eps.ptr()) == 0 && (PyLong_Check(eps.ptr()) == 0 || PyBool_Check(eps.ptr()))) {
-    refuse<TypeError>("eps", "float", std::string(Py_TYPE(eps.ptr())->tp_name));
-  }
-  args.eps = eps.cast<float>();
-  if (!(args.eps >= 0.0F) || std::isinf(args.eps)) {
-    refuse<ValueError>("eps", "a finite number of at least 0", std::to_string(args.eps));
-  }
-  args.weight = parse_affine(weight, "weight", x, args);
-  args.bias = parse_affine(bias, "bias", x, args);
-  if (residual.is_none()) return;
-  const TensorView other(residual, "residual");
-  expect_dtype(other, {x.dtype});
-  expect_same_device(other, x);
-  if (shape_of(other) != shape_of(x)) refuse<ValueError>("residual", "shape " + x.shape_text(), other.shape_text());
-  args.residual = other.data();
-  args.residual_ld = other.row_stride();
-}
-
 // op: "layer_norm", "rms_norm", "activation" or "gated_activation". Returns [y or q] + [scales, if they were found
 // here]
 // + [x + residual, if there is one].
 py::object rows(py::handle x_object, const std::string& op, py::handle residual, py::handle weight, py::handle bias,
                 py::handle eps, py::handle activation, bool quantize, py::handle scale) {
   const TensorView x(x_object, "x");
-  RowPassArgs args = checked(x);
+  RowPassArgs args = checked_rows(x);
   std::vector<int64_t> shape = shape_of(x);
   if (op == "layer_norm" || op == "rms_norm") {
-    parse_norm(op, residual, weight, bias, eps, x, args);
+    parse_norm(op, weight, bias, eps, x, args);
+    parse_added(residual, x, args);
   } else {
     args.activation = parse_activation(activation);
     if (args.activation == Activation::kNone) {

@@ -1,6 +1,8 @@
 #include "linear_call.h"
 
 #include <algorithm>
+#include <array>
+#include <utility>
 
 #include "octofuse/error.h"
 
@@ -10,8 +12,8 @@ namespace {
 // |x - x_zero| is at most 255 and |w| at most 128: beyond this K the corrected accumulator could leave int32.
 constexpr int64_t kMaxAsymmetricK = 65793;
 
-void check_operands(const TensorView& x, const TensorView& w) {
-  expect_dtype(x, {DType::kInt8});
+void check_operands(const TensorView& x, const TensorView& w, std::initializer_list<DType> x_types) {
+  expect_dtype(x, x_types);
   expect_dtype(w, {DType::kInt8});
   expect_known_device(x);
   expect_same_device(w, x);
@@ -33,9 +35,9 @@ void check_operands(const TensorView& x, const TensorView& w) {
 
 }  // namespace
 
-LinearCall checked_operands(py::handle x_object, py::handle w_object) {
+LinearCall checked_operands(py::handle x_object, py::handle w_object, std::initializer_list<DType> x_types) {
   LinearCall call{TensorView(x_object, "x"), TensorView(w_object, "w"), {}, {}, {}, {}, {}, false, {}};
-  check_operands(call.x, call.w);
+  check_operands(call.x, call.w, x_types);
   GemmArgs& args = call.args;
   args.m = call.x.rows();
   args.k = call.x.size(call.x.ndim() - 1);
@@ -103,6 +105,43 @@ void parse_zero_point(LinearCall& call, py::handle zero, py::handle sums) {
                        call.w_sum->shape_text());
   }
   epilogue.w_sum = call.w_sum->data<const int32_t>();
+}
+
+void parse_epilogue(LinearCall& call, py::handle w_scale, py::handle bias, py::handle activation, py::handle residual) {
+  call.args.epilogue.w_scale = parse_scale(w_scale, "w_scale", call.args.n, call.x);
+  parse_bias(call, bias);
+  call.args.epilogue.activation = parse_activation(activation);
+  parse_residual(call, residual);
+}
+
+DType parse_output(LinearCall& call, const std::string& out_dtype, py::handle out_scale) {
+  if (out_scale.is_none()) {
+    return parse_dtype(out_dtype, "out_dtype", {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  }
+  call.args.epilogue.out_scale = parse_scale(out_scale, "out_scale", -1, call.x);
+  return DType::kInt8;
+}
+
+GemmProblem problem_of(const LinearCall& call) {
+  const GemmArgs& args = call.args;
+  GemmProblem problem;
+  problem.m = args.m;
+  problem.n = args.n;
+  problem.k = args.k;
+  problem.out = args.out_type;
+  problem.raw = call.raw;
+  problem.ldo = args.ldo;
+  problem.out_aligned = reinterpret_cast<uintptr_t>(args.out) % 16 == 0;
+  const Activation activation = args.epilogue.activation;
+  problem.double_activation =
+      args.out_type == DType::kFloat32 && activation != Activation::kNone && activation != Activation::kRelu;
+  return problem;
+}
+
+void read_tuning_once(int device) {
+  static std::array<bool, 64> asked{};  // under the GIL
+  if (std::exchange(asked.at(static_cast<size_t>(device)), true)) return;
+  py::module_::import("octofuse.ops.tuning").attr("load")(device);
 }
 
 }  // namespace octofuse

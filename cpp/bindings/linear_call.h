@@ -19,11 +19,19 @@ struct LinearCall {
   std::vector<int64_t> out_shape;
 };
 
-// x [..., K] and w [N, K], int8 on one device, of sizes that kernels can take.
-LinearCall checked_operands(py::handle x, py::handle w);
+// x [..., K] and w [N, K], int8 (x: one of x_types) on one device, of sizes that kernels can take.
+LinearCall checked_operands(py::handle x, py::handle w, std::initializer_list<DType> x_types = {DType::kInt8});
 void parse_bias(LinearCall& call, py::handle object);
+// w_scale, bias, activation and residual.
+void parse_epilogue(LinearCall& call, py::handle w_scale, py::handle bias, py::handle activation, py::handle residual);
+// The type of the output: int8 where there is a scale for it.
+DType parse_output(LinearCall& call, const std::string& out_dtype, py::handle out_scale);
 void parse_residual(LinearCall& call, py::handle object);
 // Asymmetric activations: x stands for x - x_zero, and the sums of w's rows take the zero point out of the product.
 void parse_zero_point(LinearCall& call, py::handle zero, py::handle sums);
+
+GemmProblem problem_of(const LinearCall& call);
+// The first call on a device reads what `octofuse tune` measured there before. The reader reports its own failures.
+void read_tuning_once(int device);
 
 }  // namespace octofuse

@@ -42,6 +42,37 @@ def prefer_cublaslt(m: int, n: int, k: int, int8_output: bool, algorithm: int, d
 def candidates() -> list[str]: ...
 def tune_cublaslt(x: Tensor, w: Tensor, int8_output: bool) -> list[tuple[int, float]]: ...
 
+# bind_decode.cpp
+def quantized_linear(
+    x: Tensor,
+    w: Tensor,
+    w_scale: Tensor | float,
+    bias: Tensor | None,
+    x_scale: Tensor | float | None,
+    norm: str | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    activation: str | None,
+    residual: Tensor | None,
+    out_dtype: str,
+    out_scale: Tensor | float | None,
+    constant_weight: bool,
+    prefetch: Tensor | None,
+) -> Tensor | None: ...
+def attend(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    parts: Tensor,
+    arrivals: Tensor,
+    scale: Tensor | float | None,
+) -> Tensor: ...
+def attend_parts(batch: int, heads: int, head_size: int, capacity: int) -> int: ...
+def embed(ids: Tensor, places: Tensor, tokens: Tensor, positions: Tensor) -> Tensor: ...
+def choose(logits: Tensor, ids: Tensor, history: Tensor, counts: Tensor, places: Tensor, advance: bool) -> None: ...
+
 # bind_layout.cpp
 def to_layout(matrix: Tensor, layout: str, engine: str) -> Tensor: ...
 def from_layout(data: Tensor, layout: str, rows: int, cols: int, engine: str) -> Tensor: ...

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.models.decoder import Decoder
+from octofuse.ops import decode
 
 KEPT = 4  # sessions of a generator, and prompt lengths of a session, whose graphs are kept
 CAPACITY_STEP = 64  # positions of a session's cache are a multiple of this: one serves many lengths
 PROMPT_STEP = 16  # captured prompts are padded to a multiple of this many tokens
 LONGEST_CAPTURED = 256  # tokens of a prompt: longer ones keep the GPU busy without a graph
 LOOK_EVERY = 16  # tokens between looks for stop tokens, where nobody streams
+BURST = 8  # greedy steps of one graph: between two of them the GPU would wait for the next one's launch
 
 OnToken = Callable[[int, list[int]], None]
 
@@ -69,12 +71,26 @@ class Session:
         device = decoder.device
         self.ids = torch.zeros(batch, dtype=torch.int64, device=device)
         self.places = torch.zeros_like(self.ids)
-        self.count = torch.zeros((), dtype=torch.int64, device=device)  # of new tokens
+        self.counts = torch.zeros_like(self.ids)  # of new tokens
         self.history = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
         shape = (batch, decoder.vocabulary)
         self.noise = torch.ones(shape, device=device) if sampling.temperature > 0 else None
         self.prompts: OrderedDict[int, tuple[Tensor, Any]] = OrderedDict()
         self.step = self.captured(self._step)
+        self.burst: Callable[[], None] | None = None
+
+    def prepare(self, count: int) -> None:
+        """Records what `count` new tokens need; before start(), since recording spoils the state."""
+        if self.burst is None and count > BURST and self.noise is None and self.decoder.device.type == "cuda":
+            self.burst = self.captured(self._steps)
+
+    def advance(self, room: int) -> int:
+        """One step, or several if there is room for them; returns their number."""
+        if self.burst is not None and room >= BURST:
+            self.burst()
+            return BURST
+        self.step()
+        return 1
 
     def captured(self, run: Callable[[], None]) -> Callable[[], None]:
         """run() as a CUDA graph; on the CPU, itself."""
@@ -87,22 +103,30 @@ class Session:
             with torch.cuda.stream(stream):  # libraries make their handles and workspaces before anything is recorded
                 run()
                 self.places.zero_()
-                self.count.zero_()
+                self.counts.zero_()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 run()
         return graph.replay
 
-    def _accept(self, logits: Tensor) -> None:
-        chosen = self.sampling.choose(logits, self.noise)
-        self.ids.copy_(chosen)
-        self.history.index_copy_(1, self.count.view(1), chosen.unsqueeze(1))
-        self.count.add_(1)
+    def _accept(self, logits: Tensor, advance: bool) -> None:
+        """Takes each row's next token; `advance`: the one before stood where `places` points."""
+        if self.noise is None and self.decoder.fused:
+            decode.choose(logits, self.ids, self.history, self.counts, self.places, advance)
+            return
+        self.ids.copy_(self.sampling.choose(logits, self.noise))
+        self.history.scatter_(1, self.counts.unsqueeze(1), self.ids.unsqueeze(1))
+        self.counts.add_(1)
+        if advance:
+            self.places.add_(1)
 
     def _step(self) -> None:
-        self._accept(self.decoder.step(self.ids, self.places, self.cache))
-        self.places.add_(1)
+        self._accept(self.decoder.step(self.ids, self.places, self.cache), advance=True)
+
+    def _steps(self) -> None:
+        for _ in range(BURST):
+            self._step()
 
     def start(self, prompts: list[list[int]]) -> None:
         """Runs the prompts and chooses the first new token of each."""
@@ -120,9 +144,9 @@ class Session:
         else:
             static, run = ids.to(self.decoder.device), None
         self.places.copy_(lengths)
-        self.count.zero_()
+        self.counts.zero_()
         if run is None:
-            self._accept(self.decoder.prefill(static, self.places, self.cache))
+            self._accept(self.decoder.prefill(static, self.places, self.cache), advance=False)
         else:
             run()
 
@@ -132,7 +156,7 @@ class Session:
             self.places.fill_(1)
 
             def run() -> None:
-                self._accept(self.decoder.prefill(static, self.places.clamp(min=1), self.cache))
+                self._accept(self.decoder.prefill(static, self.places, self.cache), advance=False)
 
             self.prompts[width] = static, self.captured(run)
             if len(self.prompts) > KEPT:
@@ -183,28 +207,32 @@ class Generator:
         stops = _checked_stops(stop_tokens, self.decoder.vocabulary)
         longest = max(map(len, rows))
         session = self._session(len(rows), longest + max_new_tokens, sampling)
+        session.prepare(max_new_tokens)
         draws = _Draws(session.noise, seed)
         draws.refill()
         session.start(rows)
-        live = set(range(len(rows)))
-        done = 0
-        for count in range(1, max_new_tokens + 1):
-            if count > 1:
-                draws.refill()
-                session.step()
-            look = on_token is not None or count == max_new_tokens or (stops and count % LOOK_EVERY == 0)
-            if not look:
-                continue
-            new = session.history[:, done:count].tolist()
-            for offset in range(count - done):
-                tokens = [row[offset] if i in live else -1 for i, row in enumerate(new)]
-                if on_token is not None and live:
-                    on_token(done + offset, tokens)
-                live -= {i for i in live if tokens[i] in stops}
-            done = count
-            if not live:
-                break
+        done = self._continue(session, draws, max_new_tokens, stops, on_token)
         return [_until(row, stops) for row in session.history[:, :done].tolist()]
+
+    @staticmethod
+    def _continue(session: Session, draws: _Draws, most: int, stops: frozenset[int], on_token: OnToken | None) -> int:
+        """Steps until `most` tokens are there or every sequence has stopped; returns how many were looked at."""
+        live = set(range(session.ids.shape[0]))
+        done, count = 0, 1
+        look_every = 1 if on_token is not None else LOOK_EVERY if stops else most
+        while True:
+            if count == most or count - done >= look_every:
+                new = session.history[:, done:count].tolist()
+                for offset in range(count - done):
+                    tokens = [row[offset] if i in live else -1 for i, row in enumerate(new)]
+                    if on_token is not None and live:
+                        on_token(done + offset, tokens)
+                    live -= {i for i in live if tokens[i] in stops}
+                done = count
+                if not live or count == most:
+                    return done
+            draws.refill()
+            count += session.advance(min(look_every - (count - done), most - count))
 
     def _session(self, batch: int, length: int, sampling: Sampling) -> Session:
         key = (batch, _rounded_up(length, CAPACITY_STEP), sampling)

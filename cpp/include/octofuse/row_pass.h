@@ -35,6 +35,9 @@ struct RowPassArgs {
   int64_t q_group = 0;  // q in COL32, padding included: elements from one group of 32 columns to the next; 0: rows
   float* scales = nullptr;
   ScaleView scale;
+  // Nothing in flight on the stream writes weight, bias or scale: in a captured chain they may be read before the
+  // kernel's predecessor has finished.
+  bool constants = false;
 };
 
 // A zero row gets scale 1. A row with NaN or Inf gets a non-finite scale and zeros where the product is NaN, so that

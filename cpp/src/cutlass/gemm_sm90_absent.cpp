@@ -1,5 +1,7 @@
 // Linked instead of the sm_90a kernels where the build leaves them out; select() never sends a call here.
 #include "cutlass/gemm_cutlass.h"
+#include "kernels/few_rows.h"
+#include "kernels/gemm_skinny.h"
 #include "octofuse/error.h"
 #include "wgmma/launch.h"
 
@@ -16,3 +18,18 @@ void run(const Candidate&, const GemmArgs&, int, cudaStream_t) {
 }
 
 }  // namespace octofuse::wgmma
+
+namespace octofuse::skinny {
+
+bool takes_rows(const RowPassArgs&, const GemmArgs&, int) { return false; }
+void run_rows(const RowPassArgs&, bool, const GemmArgs&, int, cudaStream_t) {
+  throw RuntimeError("skinny_rows: this build holds no sm_90a kernels");
+}
+
+}  // namespace octofuse::skinny
+
+namespace octofuse::rows {
+
+bool run_few(const RowPassArgs&, cudaStream_t) { return false; }
+
+}  // namespace octofuse::rows

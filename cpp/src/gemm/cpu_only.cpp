@@ -1,9 +1,11 @@
 // Stands in for everything that launches in a build without CUDA. The bindings refuse CUDA tensors first, so a call
 // that arrives here asked about a device by number.
+#include "octofuse/decode.h"
 #include "octofuse/epilogue_pass.h"
 #include "octofuse/error.h"
 #include "octofuse/gemm.h"
 #include "octofuse/layout.h"
+#include "octofuse/row_linear.h"
 #include "octofuse/row_pass.h"
 
 namespace octofuse {
@@ -31,6 +33,13 @@ void convert_layout(const ConvertArgs&, int, Stream) { absent(); }
 void convert_layout_cublaslt(const ConvertArgs&, int, Stream) { absent(); }
 int cublaslt_algorithms(const OrderedGemm&, int) { absent(); }
 void run_gemm_ordered(const OrderedGemm&, int, int, Stream, const Allocator&) { absent(); }
+int64_t attend_parts(int64_t, int64_t, int64_t, int64_t) { absent(); }
+void attend(const AttendArgs&, int, Stream) { absent(); }
+void embed(const EmbedArgs&, int, Stream) { absent(); }
+void choose(const ChooseArgs&, int, Stream) { absent(); }
+void run_row_linear(const RowPassArgs&, bool, const GemmArgs&, const GemmProblem&, int, Stream, const Allocator&) {
+  absent();
+}
 void row_pass(const RowPassArgs&, int, Stream) { absent(); }
 void apply_epilogue(const DequantizeArgs&, int, Stream) { absent(); }
 void pad_rows(const int8_t*, int64_t, int64_t, int64_t, int8_t*, int64_t, int, Stream) { absent(); }

@@ -115,8 +115,8 @@ const Candidate* tuned(const GemmProblem& problem, const Capability& capability)
   return best != nullptr && why_not(*best->best, problem, capability) == nullptr ? best->best : nullptr;
 }
 
-// int8 by one factor is all that cuBLASLt's epilogue does, and there it is fast: 1.15x as fast as the kernels of this
-// library on geometric mean over 13 weights and 64 tokens or more, on an H200.
+// int8 by one factor is all that cuBLASLt's epilogue does, and there it is fast: 1.17x as fast as the kernels of this
+// library on geometric mean over 99 shapes of 14 weights, from 32 tokens on, on an H200.
 const Candidate* requantised_by_cublaslt(const GemmProblem& problem, const Capability& capability) {
   constexpr int64_t kTokens = 32;
   if (!problem.raw || problem.out != DType::kInt8 || problem.m < kTokens || capability.compute_capability != 90) {

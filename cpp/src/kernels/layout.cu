@@ -285,6 +285,7 @@ void launch(Geometry& g, bool to_layout, cudaStream_t stream) {
     case 8:
       return launch_bytes(g, to_layout, stream);  // interleaved<2>, <8>: too rare for kernels of their own
     default:
+      if (g.width % 16 != 0) return launch_bytes(g, to_layout, stream);  // ROW, whose one tile is a whole row
       return launch_runs<WideRuns>(g, to_layout, stream);
   }
 }

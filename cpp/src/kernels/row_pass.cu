@@ -1,6 +1,7 @@
 // Which variant of the row pass serves a row, and its launch.
 #include "kernels/row_pass.cuh"
 
+#include "kernels/few_rows.h"
 #include "kernels/launch.h"
 
 namespace octofuse {
@@ -19,6 +20,8 @@ RowKernel kernel_of() {
   return {reinterpret_cast<const void*>(rows::row_pass_kernel<T, kOp, kThreads, kPacks>), kBlock, kBlock / kThreads};
 }
 
+constexpr int64_t kFewRows = 32;  // of a norm: they are bound by its latency, which a whole block shortens
+
 // A warp a row where it fits: it waits for nobody. Longer rows take a block, up to 4 packs of 8 a thread (measured on
 // an H200: fewer packs or more threads a row are slower at 4096 rows, and 16 packs a lane as well). A norm of many rows
 // is bound by its instructions, many of them once a thread: there, fewer threads are faster. fp32 is rarer and gets
@@ -27,7 +30,7 @@ template <class T, RowOp kOp>
 RowKernel kernel_for(int64_t rows, int64_t packs, bool wide) {
   constexpr bool kHalf = sizeof(T) == 2;
   if (!wide || packs > (kHalf ? 2048 : 1024)) return kernel_of<T, kOp, 256, 0>();
-  if (packs <= 128) return kernel_of<T, kOp, 32, 4>();
+  if (packs <= 128 && !(kHalf && kOp == RowOp::kNorm && rows <= kFewRows)) return kernel_of<T, kOp, 32, 4>();
   if constexpr (kHalf) {
     if constexpr (kOp == RowOp::kNorm) {
       if (packs <= 512 && rows >= 1024) return kernel_of<T, kOp, 128, 4>();
@@ -66,13 +69,15 @@ void row_pass(const RowPassArgs& args, int device, Stream stream) {
   const DeviceGuard guard(device);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const bool wide = is_wide(args);
+  const bool chained = is_chained(cuda_stream, device);
+  if (chained && args.constants && wide && rows::run_few(args, cuda_stream)) return;
   const RowKernel kernel = args.type == DType::kFloat16    ? kernel_for<__half>(args, wide)
                            : args.type == DType::kBFloat16 ? kernel_for<__nv_bfloat16>(args, wide)
                                                            : kernel_for<float>(args, wide);
   const auto blocks = static_cast<unsigned>((args.rows + kernel.rows_per_block - 1) / kernel.rows_per_block);
   RowPassArgs kernel_args = args;
   launch_kernel("row_pass", kernel.function, dim3(blocks), dim3(static_cast<unsigned>(kernel.threads)), 0, dim3(1),
-                is_chained(cuda_stream, device), &kernel_args, cuda_stream);
+                chained, &kernel_args, cuda_stream);
 }
 
 }  // namespace octofuse

@@ -19,11 +19,18 @@ struct KernelArgs {
   const int8_t* w;
   int64_t ldx, ldw;
   int k;
-  int k_warps;  // gemv.cu: streaming warps that share K
+  int k_warps, rows;  // gemv.cuh: streaming warps that share K, and the channels that they take
   EpilogueArgs epilogue;
   TileOutput output;
   bool constant_weight;
+  Ahead ahead;
 };
+
+inline KernelArgs kernel_args(const GemmArgs& args, bool chained) {
+  const bool constant = chained && args.constant_weight;
+  return {args.x,        args.w,          args.ldx, args.ldw,  static_cast<int>(args.k), 1, 1,
+          args.epilogue, output_of(args), constant, args.ahead};
+}
 
 __device__ inline uint4 load_or_zero(const int8_t* address, bool inside) {
   uint4 v = make_uint4(0, 0, 0, 0);
@@ -32,6 +39,6 @@ __device__ inline uint4 load_or_zero(const int8_t* address, bool inside) {
 }
 
 // gemv.cu: `tile` is below kGemvTiles.
-void run_gemv(int tile, KernelArgs args, bool chained, cudaStream_t stream);
+void run_gemv(int tile, KernelArgs args, int sm_count, bool chained, cudaStream_t stream);
 
 }  // namespace octofuse::skinny

@@ -60,12 +60,20 @@ struct PendingVectors {
   __device__ void load(const EpilogueArgs& e, const TileOutput& output, int m0, int n0, bool constant_weight,
                        int thread) {
     if (!constant_weight) wait_for_earlier_kernels();
+    load_channels(e, output, n0, thread);
+    wait_for_earlier_kernels();
+    load_tokens(e, output, m0, thread);
+  }
+
+  __device__ void load_channels(const EpilogueArgs& e, const TileOutput& output, int n0, int thread) {
 #pragma unroll
     for (int i = 0; i < kOfChannels; ++i) {
       w_scale[i] = scale_at(e.w_scale, min(n0 + thread + kThreads * i, output.n - 1));
     }
     load_bias(e, output, n0 + thread);
-    wait_for_earlier_kernels();
+  }
+
+  __device__ void load_tokens(const EpilogueArgs& e, const TileOutput& output, int m0, int thread) {
 #pragma unroll
     for (int i = 0; i < kOfTokens; ++i) x_scale[i] = scale_at(e.x_scale, min(m0 + thread + kThreads * i, output.m - 1));
     out_scale = scale_at(e.out_scale, 0);

@@ -62,7 +62,8 @@ def _schemes_of(model: nn.Module) -> dict[str, Any]:
     if not found:
         raise ValueError("model: expected a model that quantize_ has changed, got one without Int8Linear layers")
     most = Counter(found.values()).most_common(1)[0][0]
-    others = {name: found.get(name) for name in (*target_layers(model), *found) if found.get(name) != most}
+    usual = target_layers(model)
+    others = {name: found.get(name) for name in (*usual, *found) if found.get(name) != most or name not in usual}
     return {"scheme": most, **({"layers": others} if others else {})}
 
 
@@ -109,7 +110,8 @@ def _empty_model(config: dict[str, Any], scheme: str, others: dict[str, str | No
 
     dtype = getattr(torch, str(config.get("dtype") or "float32").removeprefix("torch."))
     model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
-    for name, layer in target_layers(model).items():
+    named = {name: model.get_submodule(name) for name in others}
+    for name, layer in (target_layers(model) | named).items():
         own = others.get(name, scheme)
         if own is None:
             continue

@@ -1,8 +1,10 @@
 """A GPT-2 as a decoder: its weights, a static KV cache, and the fused block that prefill and decoding share.
 
-A block of an int8 model runs: norm + quantise | qkv | attention | quantise | projection + residual | norm + quantise |
-c_fc + gelu | c_proj + residual. With static scales the activations stay int8 from c_fc to c_proj; with dynamic ones c_fc's
-output is quantised per token. A floating-point model takes the same way through torch's own kernels.
+A block of an int8 model runs: norm + quantise + qkv | attention (+ quantise) | (quantise +) projection + residual | norm +
+quantise + c_fc + gelu (+ quantise) | (quantise +) c_proj + residual. With static scales the activations stay int8 from
+attention to projection and from c_fc to c_proj; with dynamic ones the reader finds each token's scale. Up to four tokens
+on compute capability 9.0 these are five kernels; more tokens take the norms and per-token scales in kernels of their own.
+A floating-point model takes the same way through torch's linears.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from octofuse import ops
 from octofuse.models import gpt2
 from octofuse.nn import Int8Linear
 from octofuse.nn.linear import weight_of
+from octofuse.ops import decode
 
 HEAD_ROWS = 64  # of the output head at a time: its kernel, and so its bits, then do not depend on the batch
 ACTIVATIONS = {
@@ -40,14 +44,18 @@ _TORCH_ACTIVATIONS = {
 
 @dataclass
 class Cache:
-    """Keys and values, `[layers, batch, heads, capacity, head size]` each; what lies behind a sequence is never read."""
+    """Keys and values, `[layers, 2, batch, heads, capacity, head size]`; what lies behind a sequence is never read."""
 
-    keys: Tensor
-    values: Tensor
+    pairs: Tensor
+    scratch: tuple[Tensor, Tensor] | None  # of decode.attend
+    head_rows: Tensor | None  # HEAD_ROWS rows for the output head, zero
 
     @property
     def capacity(self) -> int:
-        return self.keys.shape[3]
+        return self.pairs.shape[4]
+
+
+Attend = Callable[[Tensor, Tensor, "_Layer"], Tensor]  # (qkv, a layer's pairs, the layer that reads the result)
 
 
 class Decoder:
@@ -65,16 +73,25 @@ class Decoder:
         self.heads, self.width = config.n_head, config.n_embd
         self.positions, self.vocabulary = config.n_positions, config.vocab_size
         self.tokens, self.places = body.wte.weight.detach(), body.wpe.weight.detach()
-        head: Any = model.lm_head
-        self.head: Tensor = head.weight.detach()
-        self.norm = _norm_of(body.ln_f)
         self.dtype, self.device = self.tokens.dtype, self.tokens.device
+        head: Any = model.lm_head
+        self.head = _Layer(head, self.dtype)
+        self.norm = _norm_of(body.ln_f)
         self.blocks = [Block(block, self.activation, self.dtype) for block in body.h]
+        linears = [*(layer for block in self.blocks for layer in block.layers), self.head]
+        for layer, after in pairwise(linears):
+            layer.next_weight = after.weight
+        self.fused = decode.serves(self.device, self.dtype, self.width // self.heads, self.width)
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """Room for `capacity` positions of `batch` sequences, all zero."""
-        shape = (len(self.blocks), batch, self.heads, capacity, self.width // self.heads)
-        return Cache(*(torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)))
+        size = self.width // self.heads
+        pairs = torch.zeros(
+            (len(self.blocks), 2, batch, self.heads, capacity, size), dtype=self.dtype, device=self.device
+        )
+        scratch = decode.attend_scratch(batch, self.heads, size, capacity, self.device) if self.fused else None
+        rows = self.tokens.new_zeros(HEAD_ROWS, self.width) if self.device.type == "cuda" else None
+        return Cache(pairs, scratch, rows)
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor, cache: Cache) -> Tensor:
@@ -83,15 +100,20 @@ class Decoder:
         Keys and values of positions 0 to T - 1 go into the cache.
         """
         batch, length = ids.shape
+        starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=ids.device)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            keys[:, :, :length].copy_(k)
-            values[:, :, :length].copy_(v)
-            return scaled_dot_product_attention(q, k, v, is_causal=True)
+        def attend(qkv: Tensor, pairs: Tensor, reader: _Layer) -> Tensor:
+            by_head = self._by_head(qkv, batch)
+            pairs[:, :, :, :length].copy_(by_head[1:])
+            if self.fused:
+                return _attend_ragged(qkv.view(qkv.shape[0], 3, self.heads, -1), starts, length)
+            q, k, v = by_head
+            return self._joined(scaled_dot_product_attention(q, k, v, is_causal=True))
 
-        x = self._through_blocks(self._embed(ids, torch.arange(length, device=ids.device)), batch, cache, attend)
-        last = x.view(batch, length, -1)[torch.arange(batch, device=ids.device), lengths - 1]
-        return self._logits(last)
+        places = torch.arange(length, device=ids.device).expand(batch, -1).reshape(-1)
+        x = self._through_blocks(self._embed(ids.reshape(-1), places), cache, attend)
+        last = torch.arange(batch, device=ids.device) * length + (lengths - 1)
+        return self._logits(x[last], cache)
 
     @torch.no_grad()
     def step(self, ids: Tensor, places: Tensor, cache: Cache) -> Tensor:
@@ -99,48 +121,88 @@ class Decoder:
 
         Its keys and values go into the cache. Nothing waits for the host: a CUDA graph can record it.
         """
-        batch = ids.shape[0]
-        behind = torch.arange(cache.capacity, device=ids.device) > places.unsqueeze(1)
-        mask = torch.zeros(behind.shape, dtype=self.dtype, device=ids.device).masked_fill_(behind, float("-inf"))
-        mask = mask.view(batch, 1, 1, -1).expand(-1, self.heads, -1, -1)
-        at = places.view(batch, 1, 1, 1).expand(-1, self.heads, -1, self.width // self.heads)
+        if cache.scratch is None:
+            attend = self._attend_by_mask(places, cache)
+        else:
+            attend = partial(_attend_in_cache, places, *cache.scratch)
+        return self._logits(self._through_blocks(self._embed(ids, places), cache, attend), cache)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            keys.scatter_(2, at, k)
-            values.scatter_(2, at, v)
-            return scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+    def _attend_by_mask(self, places: Tensor, cache: Cache) -> Attend:
+        """For devices and types without a kernel: torch's attention over the whole capacity."""
+        batch = places.shape[0]
+        behind = torch.arange(cache.capacity, device=places.device) > places.unsqueeze(1)
+        mask = torch.zeros(behind.shape, dtype=self.dtype, device=places.device).masked_fill_(behind, float("-inf"))
+        at = places.view(1, batch, 1, 1, 1).expand(2, -1, self.heads, -1, self.width // self.heads)
 
-        return self._logits(self._through_blocks(self._embed(ids, places), batch, cache, attend))
-
-    def _through_blocks(self, x: Tensor, batch: int, cache: Cache, attend: Callable[..., Tensor]) -> Tensor:
-        """attend(q, k, v, keys, values), by head `[B, H, T, D]`, stores k and v in a layer's part of the cache."""
-        by_head = partial(self._by_head, batch=batch)
-        for block, keys, values in zip(self.blocks, cache.keys, cache.values, strict=True):
-            x = block(
-                x, lambda q, k, v, keys=keys, values=values: attend(by_head(q), by_head(k), by_head(v), keys, values)
+        def attend(qkv: Tensor, pairs: Tensor, reader: _Layer) -> Tensor:
+            by_head = self._by_head(qkv, batch)
+            pairs.scatter_(3, at, by_head[1:])
+            return self._joined(
+                scaled_dot_product_attention(by_head[0], pairs[0], pairs[1], attn_mask=mask.view(batch, 1, 1, -1))
             )
+
+        return attend
+
+    def _through_blocks(self, x: Tensor, cache: Cache, attend: Attend) -> Tensor:
+        for block, pairs in zip(self.blocks, cache.pairs, strict=True):
+            x = block(x, pairs, attend)
         return x
 
     def _embed(self, ids: Tensor, places: Tensor) -> Tensor:
+        """ids, places [M] -> [M, width]."""
+        if self.fused:
+            return decode.embed(ids.contiguous(), places, self.tokens, self.places)
         x: Tensor = self.tokens[ids] + self.places[places]
-        return x.view(-1, self.width)
+        return x
 
-    def _by_head(self, x: Tensor, batch: int) -> Tensor:
-        """[B * T, H * D] -> [B, H, T, D]."""
-        return x.view(batch, -1, self.heads, self.width // self.heads).transpose(1, 2)
+    def _by_head(self, qkv: Tensor, batch: int) -> Tensor:
+        """[B * T, 3 * H * D] -> [3, B, H, T, D]."""
+        return qkv.view(batch, -1, 3, self.heads, self.width // self.heads).permute(2, 0, 3, 1, 4)
 
-    def _logits(self, x: Tensor) -> Tensor:
-        weight, bias, eps = self.norm
-        x = layer_norm(x, (self.width,), weight, bias, eps)
-        if not x.is_cuda:
-            return linear(x, self.head)
-        rows = -(-x.shape[0] // HEAD_ROWS) * HEAD_ROWS
-        padded = torch.nn.functional.pad(x, (0, 0, 0, rows - x.shape[0]))
-        return torch.cat([linear(part, self.head) for part in padded.split(HEAD_ROWS)])[: x.shape[0]]
+    def _joined(self, attended: Tensor) -> Tensor:
+        """[B, H, T, D] -> [B * T, H * D]."""
+        return attended.transpose(1, 2).reshape(-1, self.width)
+
+    def _logits(self, x: Tensor, cache: Cache) -> Tensor:
+        if self.head.int8 is not None:
+            return self.head(x, norm=self.norm)
+        x = _layer_norm(x, self.norm)
+        if cache.head_rows is None:
+            return linear(x, self.head.weight)
+        # As many rows whatever the batch: the kernel, and so the bits, do not depend on it. And products of multiples of 8
+        # columns: for an odd vocabulary cuBLAS would take a kernel of a quarter of the speed.
+        even = self.vocabulary // 8 * 8
+        parts = []
+        for part in x.split(HEAD_ROWS):
+            cache.head_rows[: part.shape[0]].copy_(part)
+            out = x.new_empty(HEAD_ROWS, even + 8)
+            for columns in (slice(0, even), slice(even, self.vocabulary)):
+                torch.mm(cache.head_rows, self.head.weight[columns].t(), out=out[:, columns])
+            parts.append(out[: part.shape[0], : self.vocabulary])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_in_cache(
+    places: Tensor, parts: Tensor, arrivals: Tensor, qkv: Tensor, pairs: Tensor, reader: _Layer
+) -> Tensor:
+    return decode.attend(qkv, pairs[0], pairs[1], places, parts, arrivals, reader.scale)
+
+
+def _attend_ragged(qkv: Tensor, starts: Tensor, longest: int) -> Tensor:
+    """Causal attention within each sequence, qkv [M, 3, H, D] -> [M, H * D].
+
+    FlashAttention for sequences of any lengths: unlike the one for batches it never splits them by how busy the GPU is,
+    so a sequence's bits do not depend on the others.
+    """
+    q, k, v = qkv.unbind(1)
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        q, k, v, starts, starts, longest, longest, 0.0, True, False
+    )[0]  # fmt: skip
+    return out.reshape(out.shape[0], -1)
 
 
 class Block:
-    """One transformer block. `attend(q, k, v)`, each [M, H * D], gives [B, H, T, D]."""
+    """One transformer block. `attend(qkv, pairs, reader)` gives [M, H * D], in int8 if the reader has a scale for it."""
 
     def __init__(self, block: Any, activation: str, dtype: torch.dtype) -> None:
         self.norms = (_norm_of(block.ln_1), _norm_of(block.ln_2))
@@ -148,16 +210,14 @@ class Block:
         self.layers = tuple(_Layer(layer, dtype) for layer in linears)
         self.activation = activation
 
-    def __call__(self, x: Tensor, attend: Any) -> Tensor:
+    def __call__(self, x: Tensor, pairs: Tensor, attend: Attend) -> Tensor:
         qkv, projection, fc, out = self.layers
-        q, k, v = qkv(qkv.normed(x, *self.norms[0])).split(x.shape[-1], dim=-1)
-        attended = attend(q, k, v).transpose(1, 2).reshape(x.shape)
-        x = projection(projection.quantised(attended), residual=x)
-        hidden = fc(fc.normed(x, *self.norms[1]), activation=self.activation, reader=out)
-        return out(out.quantised(hidden), residual=x)
+        attended = attend(qkv(x, norm=self.norms[0]), pairs, projection)
+        x = projection(attended, residual=x)
+        return out(fc(x, norm=self.norms[1], activation=self.activation, reader=out), residual=x)
 
 
-Input = tuple[Tensor, Any] | Tensor  # int8 and its scale; or a floating-point layer's own input
+NormParts = tuple[Tensor, Tensor, float]  # weight, bias, eps
 
 
 class _Layer:
@@ -169,43 +229,48 @@ class _Layer:
         self.weight = layer.weight if isinstance(layer, Int8Linear) else weight_of(layer).contiguous()
         bias = getattr(layer, "bias", None)
         self.bias = None if bias is None else bias.detach()
+        self.next_weight: Tensor | None = None  # of the linear that runs next: brought nearer meanwhile
 
     @property
     def scale(self) -> Tensor | None:
         """The static scale of the input."""
         return None if self.int8 is None else self.int8.input_scale
 
-    def normed(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Input:
-        if self.int8 is None:
-            return layer_norm(x, (x.shape[-1],), weight, bias, eps)
-        return ops.layer_norm_quantize(x, weight, bias, eps, scale=self.scale)
-
-    def quantised(self, x: Tensor) -> Input:
-        """An int8 x is what the layer before has written for this one already."""
-        if self.int8 is None:
-            return x
-        if self.scale is None:
-            return ops.quantize_per_token(x)
-        return (x if x.dtype == torch.int8 else ops.quantize_per_tensor(x, self.scale)), self.scale
-
     def __call__(
-        self, x: Input, *, activation: str | None = None, residual: Tensor | None = None, reader: _Layer | None = None
+        self,
+        x: Tensor,
+        *,
+        norm: NormParts | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        reader: _Layer | None = None,
     ) -> Tensor:
-        """reader: the layer that takes the output; if its scale is static, int8 is written for it."""
+        """x: in floating point, or int8 that the layer before has written for this one.
+
+        reader: the layer that takes the output; if its scale is static, int8 is written for it.
+        """
         if self.int8 is None:
-            y = linear(x, self.weight, self.bias)  # type: ignore[arg-type]
+            y = linear(x if norm is None else _layer_norm(x, norm), self.weight, self.bias)
             y = y if activation is None else _TORCH_ACTIVATIONS[activation](y)
             return y if residual is None else y + residual
-        q, scale = x
-        arguments = (q, self.weight, scale, self.int8.weight_scale, self.bias)
-        if reader is not None and reader.scale is not None:
-            return ops.i8i8_linear(*arguments, activation=activation, out_scale=reader.scale, constant_weight=True)
-        return ops.i8f16_linear(
-            *arguments, activation=activation, residual=residual, out_dtype=self.dtype, constant_weight=True
-        )
+        parts: dict[str, Any] = {}
+        if norm is not None:
+            parts = {"norm": "layer_norm", "norm_weight": norm[0], "norm_bias": norm[1], "eps": norm[2]}
+        return ops.quantized_linear(
+            x, self.weight, self.int8.weight_scale, self.bias, x_scale=self.scale, **parts,
+            activation=activation, residual=residual, out_dtype=self.dtype,
+            out_scale=None if reader is None else reader.scale, constant_weight=True, prefetch=self.next_weight,
+        )  # fmt: skip
 
 
-def _norm_of(norm: Any) -> tuple[Tensor, Tensor, float]:
+def _layer_norm(x: Tensor, norm: NormParts) -> Tensor:
+    weight, bias, eps = norm
+    if x.is_cuda:
+        return ops.layer_norm(x, weight, bias, eps)
+    return layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def _norm_of(norm: Any) -> NormParts:
     return norm.weight.detach(), norm.bias.detach(), norm.eps
 
 

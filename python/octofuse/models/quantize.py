@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from octofuse.models import gpt2
 from octofuse.models.smooth import fold, scales_of
-from octofuse.nn import Int8Linear, linear_layers, replace_module
+from octofuse.nn import Int8Linear, linear_layers, output_heads, replace_module
 from octofuse.nn.linear import weight_of
 from octofuse.quant import AmaxObserver, Histogram, Scheme, clipped_amax, observe, scheme_named
 from octofuse.quant.affine import PERCENTILE
@@ -45,7 +45,8 @@ def quantize_(
         calibration: batches of input ids `[B, T]` (or whatever the model takes as its one argument), read once; static
             and smoothed schemes need them, others do not look.
         exceptions: other schemes for single layers, by the end of a layer's name ("mlp.c_proj") or a pattern
-            ("transformer.h.0.*"); None leaves a layer in floating point. The first that matches counts.
+            ("transformer.h.0.*"); None leaves a layer in floating point. The first that matches counts. An output head
+            that is tied to the embedding ("lm_head") is quantised if it is named here, and untied by that.
         progress: show a bar.
 
     Raises: ValueError if there is nothing to quantise, the model is already quantised, or calibration is missing or saw
@@ -53,10 +54,12 @@ def quantize_(
     """
     chosen = scheme_named(scheme)
     layers = target_layers(model)
+    heads = {name: head for name, head in output_heads(model).items() if name in (exceptions or {})}
     if any(isinstance(module, Int8Linear) for module in model.modules()):
         raise ValueError("model: expected a floating-point model, got one that octofuse has quantised already")
     if not layers:
         raise ValueError(f"model: expected linear layers to quantise, got none in {type(model).__name__}")
+    layers = layers | heads
     plan = _plan(layers, chosen, exceptions or {})
     layers = {name: layers[name] for name in plan}
     producers = _producers(model, plan)
@@ -78,6 +81,8 @@ def quantize_(
         raise
     for name, replacement in built.items():
         replace_module(model, name, replacement)
+    if any(name in built for name in heads):
+        model.config.tie_word_embeddings = False  # type: ignore[union-attr]
     return model
 
 

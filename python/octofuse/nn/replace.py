@@ -9,13 +9,19 @@ from octofuse.nn.linear import is_conv1d
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Every nn.Linear and Conv1D by qualified name, output heads (weights tied to an embedding) left out."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    heads = output_heads(model)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        is_linear = isinstance(module, nn.Linear) or is_conv1d(module)
-        if is_linear and id(module.weight) not in embeddings:
+        if (isinstance(module, nn.Linear) or is_conv1d(module)) and name not in heads:
             found[name] = module
     return found
+
+
+def output_heads(model: nn.Module) -> dict[str, nn.Module]:
+    """Every nn.Linear that shares its weight with an embedding, by qualified name."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    found = model.named_modules()
+    return {name: m for name, m in found if isinstance(m, nn.Linear) and id(m.weight) in embeddings}
 
 
 def replace_module(model: nn.Module, name: str, replacement: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Functional ops. Importing this package registers them with torch.library as `torch.ops.octofuse.*`."""
 
-from octofuse.ops import _register, gemm, layouts, quantize, rows
+from octofuse.ops import _register, decode, gemm, layouts, quantize, rows
+from octofuse.ops.decode import quantized_linear
 from octofuse.ops.explain import Explanation, engines, explain, tune_cublaslt
 from octofuse.ops.gemm import i8f16_linear, i8i8_linear, i8i8_matmul, i8i32_matmul, weight_sums
 from octofuse.ops.quantize import dequantize, quantize_per_tensor, quantize_per_token
@@ -21,7 +22,13 @@ from octofuse.ops.rows import (
 from octofuse.ops.tuning import tune
 
 _register.register(
-    {**gemm.IMPLEMENTATIONS, **quantize.IMPLEMENTATIONS, **rows.IMPLEMENTATIONS, **layouts.IMPLEMENTATIONS},
+    {
+        **gemm.IMPLEMENTATIONS,
+        **quantize.IMPLEMENTATIONS,
+        **rows.IMPLEMENTATIONS,
+        **decode.IMPLEMENTATIONS,
+        **layouts.IMPLEMENTATIONS,
+    },
     cuda_only=layouts.IMPLEMENTATIONS,
 )
 
@@ -46,6 +53,7 @@ __all__ = [
     "layer_norm_quantize",
     "quantize_per_tensor",
     "quantize_per_token",
+    "quantized_linear",
     "rms_norm",
     "rms_norm_quantize",
     "tune",

@@ -32,6 +32,9 @@ SCHEMAS = {
     "dequantize": "(Tensor q, Tensor scale, ScalarType out_dtype) -> Tensor",
     "rows": "(Tensor x, str op, Tensor? residual, Tensor? weight, Tensor? bias, float eps, str? activation, "
     "bool quantize, Tensor? scale) -> Tensor[]",
+    "quantized_linear": "(Tensor x, Tensor w, Tensor w_scale, Tensor? bias, Tensor? x_scale, str? norm, "
+    "Tensor? norm_weight, Tensor? norm_bias, float eps, str? activation, Tensor? residual, ScalarType out_dtype, "
+    "Tensor? out_scale, bool constant_weight) -> Tensor",
     "to_layout": "(Tensor matrix, str layout, SymInt size, str engine) -> Tensor",
     "from_layout": "(Tensor data, str layout, SymInt rows, SymInt cols, str engine) -> Tensor",
     "quantize_col32": "(Tensor x, Tensor? scale, SymInt size) -> Tensor[]",
@@ -43,10 +46,13 @@ SCHEMAS = {
 }
 
 
-def _shape_like(x: Tensor, w: Tensor) -> list[int | torch.SymInt]:
+def _shape_like(x: Tensor, w: Tensor, floats: bool = False) -> list[int | torch.SymInt]:
     torch._check(x.dim() >= 1, lambda: f"x: expected at least one dimension, got shape {list(x.shape)}")
     torch._check(w.dim() == 2, lambda: f"w: expected two dimensions, [N, K], got shape {list(w.shape)}")
-    torch._check(x.dtype == torch.int8, lambda: f"x: expected dtype int8, got {x.dtype}")
+    torch._check(
+        x.dtype == torch.int8 or (floats and x.dtype.is_floating_point),
+        lambda: f"x: expected dtype int8{' or a floating-point one' if floats else ''}, got {x.dtype}",
+    )
     torch._check(w.dtype == torch.int8, lambda: f"w: expected dtype int8, got {w.dtype}")
     torch._check(x.shape[-1] == w.shape[1], lambda: f"w: expected shape [N, {x.shape[-1]}], got {list(w.shape)}")
     return [*x.shape[:-1], w.shape[0]]
@@ -93,6 +99,11 @@ def _fake_rows(x: Tensor, op: str, residual: Tensor | None, *rest: Any) -> list[
     return [y, *scales, *([] if residual is None else [torch.empty(x.shape, dtype=x.dtype, device=x.device)])]
 
 
+def _fake_quantized_linear(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
+    out_dtype, out_scale, _ = rest[-3:]
+    return x.new_empty(_shape_like(x, w, floats=True), dtype=out_dtype if out_scale is None else torch.int8)
+
+
 def _fake_to_layout(matrix: Tensor, layout: str, size: int, engine: str) -> Tensor:
     return matrix.new_empty((size,))
 
@@ -128,6 +139,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "quantize_per_token": _fake_quantize_per_token,
     "dequantize": _fake_dequantize,
     "rows": _fake_rows,
+    "quantized_linear": _fake_quantized_linear,
     "to_layout": _fake_to_layout,
     "from_layout": _fake_from_layout,
     "quantize_col32": _fake_quantize_col32,

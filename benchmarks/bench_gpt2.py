@@ -1,0 +1,256 @@
+"""GPT-2 end to end: first token, tokens/s, energy, against batch and context, and where a decoding step's time goes.
+
+Random weights of the real shapes (speed does not depend on their values) and the prompt of the published int8 study,
+"Hello, I'm a language model,". Engines: transformers with its growing cache, and with a static cache and torch.compile,
+both in fp16; octofuse.Generator in fp16 (the same graphs and attention, torch's linears) and in int8.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from octofuse.generate import Generator, Sampling, Session
+from octofuse.models import quantize_
+from octofuse.nn import Int8Linear
+
+PROMPT = [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+NEW_TOKENS = 30
+SIZES = {
+    "124M": {"n_embd": 768, "n_layer": 12, "n_head": 12},
+    "XL": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
+    "tiny": {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 50257},
+}
+HEAD = {"lm_head": "w8a8-dynamic"}
+ENGINES: dict[str, tuple[str | None, dict[str, str] | None]] = {
+    "octofuse fp16": (None, None),
+    "octofuse int8 dynamic": ("w8a8-dynamic", None),
+    "octofuse int8 static": ("w8a8-static", None),
+    "octofuse int8 static + head": ("w8a8-static", HEAD),
+}
+
+
+def build(size: str, engine: str, device: torch.device) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    with device:
+        model = GPT2LMHeadModel(GPT2Config(**SIZES[size]))
+    model = model.to(torch.float16 if device.type == "cuda" else torch.float32).eval().requires_grad_(False)
+    scheme, exceptions = ENGINES.get(engine, (None, None))
+    if scheme is not None:
+        batches = [torch.randint(0, 50257, (2, 64), device=device) for _ in range(2)]
+        quantize_(model, scheme, batches, exceptions=exceptions, progress=False)
+    return model
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def median_seconds(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        began = time.perf_counter()
+        call()
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def transformers_call(model: nn.Module, device: torch.device, compiled: bool) -> Callable[[int], Any]:
+    ids = torch.tensor([PROMPT], device=device)
+    mask = torch.ones_like(ids)
+    options: dict[str, Any] = {"cache_implementation": "static"} if compiled else {}
+
+    def call(count: int) -> Any:
+        return model.generate(  # type: ignore[operator]
+            ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0,
+            **options,
+        )  # fmt: skip
+
+    return call
+
+
+def study_row(size: str, engine: str, call: Callable[[int], Any], device: torch.device) -> dict[str, Any]:
+    """The columns of the published study, and energy over a second and a half of generation."""
+    for count in (NEW_TOKENS, 1, NEW_TOKENS, 1):
+        call(count)
+    repeats = 7
+    total = median_seconds(lambda: call(NEW_TOKENS), device, repeats)
+    first = median_seconds(lambda: call(1), device, repeats)
+    joules, watts = energy(lambda: call(NEW_TOKENS), device)
+    return {
+        "model": size,
+        "engine": engine,
+        "tokens/s": NEW_TOKENS / total,
+        "first token ms": first * 1e3,
+        "total ms": total * 1e3,
+        "inter-token ms": (total - first) / (NEW_TOKENS - 1) * 1e3,
+        "mJ/token": None if joules is None else joules / NEW_TOKENS * 1e3,
+        "W": watts,
+    }
+
+
+def energy(call: Callable[[], Any], device: torch.device, seconds: float = 1.5) -> tuple[float | None, float | None]:
+    """Joules of one call and the mean power, from the card's counter; None without nvidia-ml-py."""
+    try:
+        import pynvml
+    except ImportError:
+        return None, None
+    if device.type != "cuda":
+        return None, None
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+    synchronize(device)
+    before, began, calls = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        call()
+        synchronize(device)
+        calls += 1
+    joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) / 1e3
+    return joules / calls, joules / (time.perf_counter() - began)
+
+
+def session_of(generator: Generator, batch: int, context: int) -> Session:
+    capacity = min(-(-(context + 64) // 64) * 64, generator.decoder.positions)
+    return Session(generator.decoder, batch, capacity, Sampling())
+
+
+def step_time(session: Session, context: int, steps: int = 16) -> float:
+    """Median microseconds of a step behind about `context` positions; every replay stands alone."""
+    times = []
+    for _ in range(5):
+        session.places.fill_(context - steps)
+        session.counts.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        session.step()
+        begin.record()
+        for _ in range(steps - 1):
+            session.step()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / (steps - 1))
+    return statistics.median(times)
+
+
+def sweep(generators: dict[str, Generator], size: str, points: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """A step of every engine at (batch, context)."""
+    rows = []
+    for batch, context in points:
+        row: dict[str, Any] = {"model": size, "batch": batch, "context": context}
+        for name, generator in generators.items():
+            microseconds = step_time(session_of(generator, batch, context), context)
+            row[f"{name} us"] = microseconds
+            row[f"{name} tokens/s"] = batch * 1e6 / microseconds
+        rows.append(row)
+    return rows
+
+
+def batch_row(generators: dict[str, Generator], size: str, batch: int, count: int) -> dict[str, Any]:
+    """tokens/s of a whole call: `batch` prompts, `count` new tokens each."""
+    row: dict[str, Any] = {"model": size, "batch": batch, "new tokens": count}
+    for name, generator in generators.items():
+        prompts = [PROMPT] * batch
+        generator(prompts, count)
+        row[name] = batch * count / median_seconds(lambda g=generator, p=prompts: g(p, count), torch.device("cuda"), 3)
+    return row
+
+
+def prefill_row(generators: dict[str, Generator], size: str, batch: int, length: int) -> dict[str, Any]:
+    """Milliseconds for `batch` prompts of `length` tokens."""
+    row: dict[str, Any] = {"model": size, "batch": batch, "tokens": length}
+    for name, generator in generators.items():
+        decoder = generator.decoder
+        ids = torch.randint(0, decoder.vocabulary, (batch, length), device=decoder.device)
+        lengths = torch.full((batch,), length, device=decoder.device)
+        cache = decoder.new_cache(batch, length)
+        decoder.prefill(ids, lengths, cache)
+        call = lambda d=decoder, i=ids, n=lengths, c=cache: d.prefill(i, n, c)  # noqa: E731
+        row[f"{name} ms"] = median_seconds(call, decoder.device, 5) * 1e3
+    return row
+
+
+def budget(generator: Generator, size: str, engine: str, context: int = 38) -> list[dict[str, Any]]:
+    """Where a step of one sequence goes: a kernel counts from the end of the one before to its own."""
+    from torch.profiler import ProfilerActivity, profile
+
+    session = session_of(generator, 1, context)
+    session.places.fill_(context - 8)
+    for _ in range(3):
+        session.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        session.step()
+        torch.cuda.synchronize()
+    events = [e for e in trace.events() if e.device_type.name == "CUDA" and e.time_range.elapsed_us() > 0]
+    events.sort(key=lambda e: e.time_range.end)
+    spent: dict[str, list[float]] = defaultdict(list)
+    last = events[0].time_range.start
+    for event in events:
+        spent[event.name[:80]].append(max(0.0, event.time_range.end - last))
+        last = max(last, event.time_range.end)
+    rows = [
+        {"model": size, "engine": engine, "kernel": name, "calls": len(times), "us": sum(times)}
+        for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))
+    ]
+    rows.append(
+        {"model": size, "engine": engine, "kernel": "all", "calls": len(events), "us": sum(r["us"] for r in rows)}
+    )
+    return rows
+
+
+def linear_bytes(model: nn.Module) -> int:
+    """Bytes of the blocks' linears: weights, scales and biases."""
+    found = model.named_modules()
+    layers = [m for n, m in found if (isinstance(m, Int8Linear) and n != "lm_head") or type(m).__name__ == "Conv1D"]
+    return sum(t.numel() * t.element_size() for layer in layers for t in layer.state_dict().values())
+
+
+def octofuse_rows(size: str, device: torch.device, smoke: bool, result: dict[str, Any]) -> None:
+    generators: dict[str, Generator] = {}
+    for engine in ENGINES:
+        model = build(size, engine, device)
+        result["weights"].append({"model": size, "engine": engine, "MB of linears": linear_bytes(model) / 1e6})
+        generators[engine] = Generator(model)
+        call = lambda count, g=generators[engine]: g([PROMPT], count)  # noqa: E731
+        result["study"].append(study_row(size, engine, call, device))
+    if device.type != "cuda" or smoke:
+        return
+    sweeps = {name.removeprefix("octofuse "): g for name, g in generators.items() if "head" not in name}
+    batches = [(batch, 128) for batch in (1, 2, 4, 8, 16, 32, 64)]
+    contexts = [(1, context) for context in (32, 64, 256, 512, 1024)]
+    result["steps"] += sweep(sweeps, size, batches + contexts)
+    result["batches"].append(batch_row(sweeps, size, 32, 128))
+    result["prefill"].append(prefill_row(sweeps, size, 8, 1024))
+    for engine in ("octofuse fp16", "octofuse int8 static"):
+        result["budget"] += budget(generators[engine], size, engine)
+
+
+def run(smoke: bool) -> dict[str, Any]:
+    """OCTOFUSE_GPT2_SIZES and OCTOFUSE_GPT2_COMPILE (models, comma-separated) narrow what is measured."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = ["tiny"] if smoke else os.environ.get("OCTOFUSE_GPT2_SIZES", "124M,XL").split(",")
+    compiled = [] if smoke else os.environ.get("OCTOFUSE_GPT2_COMPILE", "124M,XL").split(",")
+    result: dict[str, Any] = {
+        key: [] for key in ("study", "weights", "batches", "prefill", "steps", "budget")
+    }  # in the order in which they are shown
+    for size in sizes:
+        model = build(size, "", device)
+        call = transformers_call(model, device, compiled=False)
+        result["study"].append(study_row(size, "transformers eager", call, device))
+        if size in compiled and device.type == "cuda":
+            call = transformers_call(model, device, compiled=True)
+            result["study"].append(study_row(size, "transformers compiled", call, device))
+        del model, call
+        octofuse_rows(size, device, smoke, result)
+    return result

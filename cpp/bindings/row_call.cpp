@@ -1,0 +1,74 @@
+#include "row_call.h"
+
+#include <cmath>
+
+#include "arguments.h"
+#include "octofuse/error.h"
+
+namespace octofuse {
+namespace {
+
+// weight or bias of a norm: [K], contiguous, in fp32 or x's dtype.
+const void* parse_affine(py::handle object, const char* name, const TensorView& x, RowPassArgs& args) {
+  if (object.is_none()) return nullptr;
+  const TensorView tensor(object, name);
+  expect_dtype(tensor, {DType::kFloat32, x.dtype});
+  expect_same_device(tensor, x);
+  if (tensor.ndim() != 1 || tensor.size(0) != args.cols || !tensor.is_contiguous()) {
+    refuse<ValueError>(name, "a contiguous tensor of shape [" + std::to_string(args.cols) + "]", tensor.shape_text());
+  }
+  const bool other = args.weight != nullptr;
+  if (other && tensor.dtype != args.affine_type) {
+    refuse<TypeError>(name, std::string("dtype ") + name_of(args.affine_type) + " like weight", tensor.dtype_text());
+  }
+  args.affine_type = tensor.dtype;
+  return tensor.data();
+}
+
+}  // namespace
+
+std::vector<int64_t> shape_of(const TensorView& tensor) { return {tensor.dl.shape, tensor.dl.shape + tensor.ndim()}; }
+
+RowPassArgs checked_rows(const TensorView& x) {
+  expect_dtype(x, kFloats);
+  expect_known_device(x);
+  if (x.ndim() < 1) refuse<ValueError>("x", "at least one dimension", "shape " + x.shape_text());
+  if (x.size(x.ndim() - 1) < 1) refuse<ValueError>("x", "a last dimension of at least 1", "shape " + x.shape_text());
+  if (x.rows() > kMaxExtent || x.size(x.ndim() - 1) > kMaxExtent - 8) {
+    refuse<ValueError>("x", "fewer than 2^31 rows and columns", "shape " + x.shape_text());
+  }
+  RowPassArgs args;
+  args.rows = x.rows();
+  args.cols = x.size(x.ndim() - 1);
+  args.x = x.data();
+  args.ldx = x.row_stride();
+  args.type = x.dtype;
+  return args;
+}
+
+void parse_norm(const std::string& norm, py::handle weight, py::handle bias, py::handle eps, const TensorView& x,
+                RowPassArgs& args) {
+  if (args.cols > kMaxK) refuse<ValueError>("x", "at most 131071 columns", "shape " + x.shape_text());
+  args.norm = norm == "layer_norm" ? Norm::kLayer : Norm::kRms;
+  if (PyFloat_Check(eps.ptr()) == 0 && (PyLong_Check(eps.ptr()) == 0 || PyBool_Check(eps.ptr()))) {
+    refuse<TypeError>("eps", "float", std::string(Py_TYPE(eps.ptr())->tp_name));
+  }
+  args.eps = eps.cast<float>();
+  if (!(args.eps >= 0.0F) || std::isinf(args.eps)) {
+    refuse<ValueError>("eps", "a finite number of at least 0", std::to_string(args.eps));
+  }
+  args.weight = parse_affine(weight, "weight", x, args);
+  args.bias = parse_affine(bias, "bias", x, args);
+}
+
+void parse_added(py::handle residual, const TensorView& x, RowPassArgs& args) {
+  if (residual.is_none()) return;
+  const TensorView other(residual, "residual");
+  expect_dtype(other, {x.dtype});
+  expect_same_device(other, x);
+  if (shape_of(other) != shape_of(x)) refuse<ValueError>("residual", "shape " + x.shape_text(), other.shape_text());
+  args.residual = other.data();
+  args.residual_ld = other.row_stride();
+}
+
+}  // namespace octofuse

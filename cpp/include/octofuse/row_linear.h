@@ -1,0 +1,15 @@
+// A linear layer on activations in floating point: row_pass() to int8, then run_gemm(). Few tokens take one kernel, in
+// which every block quantises for itself; the bits are those of the two.
+#pragma once
+
+#include "octofuse/gemm.h"
+#include "octofuse/row_pass.h"
+
+namespace octofuse {
+
+// `rows` without an output: with per_token every row finds its own scale, else all have rows.scale. x and x_scale of
+// `args` are filled in here.
+void run_row_linear(const RowPassArgs& rows, bool per_token, const GemmArgs& args, const GemmProblem& problem,
+                    int device, Stream stream, const Allocator& allocate);
+
+}  // namespace octofuse
