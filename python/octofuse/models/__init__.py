@@ -3,16 +3,19 @@
 from octofuse.models.checkpoint import load, save
 from octofuse.models.compare import Comparison, compare
 from octofuse.models.evaluate import GenerationSpeed, measure_generation, perplexity
+from octofuse.models.fused import fuse_, unfuse_
 from octofuse.models.quantize import quantize_, weight_bytes
 
 __all__ = [
     "Comparison",
     "GenerationSpeed",
     "compare",
+    "fuse_",
     "load",
     "measure_generation",
     "perplexity",
     "quantize_",
     "save",
+    "unfuse_",
     "weight_bytes",
 ]

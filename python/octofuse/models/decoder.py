@@ -26,14 +26,6 @@ from octofuse.nn.linear import weight_of
 from octofuse.ops import decode
 
 HEAD_ROWS = 64  # of the output head at a time: its kernel, and so its bits, then do not depend on the batch
-ACTIVATIONS = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
 _TORCH_ACTIVATIONS = {
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "gelu": torch.nn.functional.gelu,
@@ -66,10 +58,10 @@ class Decoder:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        _check(model)
+        gpt2.check_decoder(model)
         config: Any = model.config
         body: Any = model.transformer
-        self.activation = ACTIVATIONS[config.activation_function]
+        self.activation = gpt2.ACTIVATIONS[config.activation_function]
         self.heads, self.width = config.n_head, config.n_embd
         self.positions, self.vocabulary = config.n_positions, config.vocab_size
         self.tokens, self.places = body.wte.weight.detach(), body.wpe.weight.detach()
@@ -253,14 +245,15 @@ class _Layer:
             y = linear(x if norm is None else _layer_norm(x, norm), self.weight, self.bias)
             y = y if activation is None else _TORCH_ACTIVATIONS[activation](y)
             return y if residual is None else y + residual
-        parts: dict[str, Any] = {}
-        if norm is not None:
-            parts = {"norm": "layer_norm", "norm_weight": norm[0], "norm_bias": norm[1], "eps": norm[2]}
-        return ops.quantized_linear(
-            x, self.weight, self.int8.weight_scale, self.bias, x_scale=self.scale, **parts,
-            activation=activation, residual=residual, out_dtype=self.dtype,
-            out_scale=None if reader is None else reader.scale, constant_weight=True, prefetch=self.next_weight,
-        )  # fmt: skip
+        return self.int8.fused(
+            x,
+            norm=norm,
+            activation=activation,
+            residual=residual,
+            out_dtype=self.dtype,
+            out_scale=None if reader is None else reader.scale,
+            prefetch=self.next_weight,
+        )
 
 
 def _layer_norm(x: Tensor, norm: NormParts) -> Tensor:
@@ -272,17 +265,3 @@ def _layer_norm(x: Tensor, norm: NormParts) -> Tensor:
 
 def _norm_of(norm: Any) -> NormParts:
     return norm.weight.detach(), norm.bias.detach(), norm.eps
-
-
-def _check(model: nn.Module) -> None:
-    if not gpt2.matches(model) or not hasattr(model, "lm_head"):
-        raise ValueError(f"model: expected a transformers GPT2LMHeadModel, got {type(model).__name__}")
-    config: Any = model.config
-    if config.activation_function not in ACTIVATIONS:
-        raise ValueError(f"model: expected an activation of {', '.join(ACTIVATIONS)}, got {config.activation_function}")
-    for name, usual in (("add_cross_attention", False), ("scale_attn_weights", True),
-                        ("scale_attn_by_inverse_layer_idx", False)):  # fmt: skip
-        if getattr(config, name, usual) != usual:
-            raise ValueError(f"model: expected {name}={usual}, got {not usual}")
-    if model.training:
-        raise ValueError("model: expected a model in eval mode, got one in training (model.eval())")

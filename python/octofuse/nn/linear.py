@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from octofuse.ops import i8f16_linear, quantize_per_tensor, quantize_per_token
+from octofuse.ops import i8f16_linear, quantize_per_tensor, quantize_per_token, quantized_linear
 from octofuse.quant.affine import Scheme, quantize_weight, tensor_scale
 
 
@@ -75,6 +75,8 @@ class Int8Linear(nn.Module):
                 "x: expected a tensor that needs no gradient; Int8Linear is for inference (torch.no_grad())"
             )
         x = x.contiguous()
+        if self.engine == "auto":
+            return self.fused(x, activation=self.activation)
         if self.input_scale is None:
             q, scale = quantize_per_token(x)
         else:
@@ -82,6 +84,29 @@ class Int8Linear(nn.Module):
         return i8f16_linear(
             q, self.weight, scale, self.weight_scale, self.bias,
             activation=self.activation, out_dtype=x.dtype, engine=self.engine, constant_weight=True,
+        )  # fmt: skip
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: tuple[Tensor, Tensor, float] | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        out_scale: Tensor | None = None,
+        prefetch: Tensor | None = None,
+    ) -> Tensor:
+        """`ops.quantized_linear` with this layer's tensors; norm: a layer norm's weight, bias and eps.
+
+        x is in floating point, dense in K; or int8, which the layer before has written with input_scale.
+        """
+        weight, bias, eps = (None, None, 0.0) if norm is None else norm
+        return quantized_linear(
+            x, self.weight, self.weight_scale, self.bias, x_scale=self.input_scale,
+            norm=None if norm is None else "layer_norm", norm_weight=weight, norm_bias=bias, eps=eps,
+            activation=activation, residual=residual, out_dtype=out_dtype, out_scale=out_scale, constant_weight=True,
+            prefetch=prefetch,
         )  # fmt: skip
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]

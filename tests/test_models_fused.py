@@ -1,0 +1,150 @@
+"""Fused blocks inside a transformers model: the bits of their parts, and everything that generate() can do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import octofuse
+from helpers import DEVICES
+from octofuse.models import fuse_, quantize_, unfuse_
+from octofuse.nn import Int8Linear
+from test_models import ids, small_gpt2
+
+SCHEMES = ("w8a8-dynamic", "w8a8-static", "w8a8-static-smooth")
+
+
+def models_of(scheme: str, device: str) -> tuple[nn.Module, nn.Module]:
+    """Quantised, as transformers runs it, and the same fused."""
+    plain = quantize_(small_gpt2(), scheme, [ids()], progress=False)
+    plain = plain.to(device, torch.float16 if device == "cuda" else torch.float32).requires_grad_(False)
+    return plain, fuse_(copy.deepcopy(plain))
+
+
+def by_parts(layer: Int8Linear, x: Tensor, **more) -> Tensor:
+    scale = layer.input_scale
+    q, scale = octofuse.quantize_per_token(x) if scale is None else (octofuse.quantize_per_tensor(x, scale), scale)
+    given = (q, layer.weight, scale, layer.weight_scale, layer.bias)
+    return octofuse.i8f16_linear(*given, out_dtype=x.dtype, **more)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("length", [1, 7])
+def test_a_fused_block_keeps_the_bits_of_its_parts(device: str, scheme: str, length: int) -> None:
+    _, fused = models_of(scheme, device)
+    block = fused.transformer.h[1]
+    width = fused.config.n_embd
+    x = torch.randn(2, length, width, generator=torch.Generator().manual_seed(2)).to(device, fused.dtype)
+    got = block(x)
+    normed = octofuse.layer_norm(x, block.ln_1.weight, block.ln_1.bias, block.ln_1.eps)
+    q, k, v = by_parts(block.attn.c_attn, normed).view(2, length, 3, fused.config.n_head, -1).permute(2, 0, 3, 1, 4)
+    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=length > 1)
+    h = by_parts(block.attn.c_proj, attended.transpose(1, 2).reshape(x.shape), residual=x)
+    normed = octofuse.layer_norm(h, block.ln_2.weight, block.ln_2.bias, block.ln_2.eps)
+    out = block.mlp.c_proj
+    if out.input_scale is None:
+        hidden = by_parts(block.mlp.c_fc, normed, activation="gelu_tanh")
+        want = by_parts(out, hidden, residual=h)
+    else:
+        fc = block.mlp.c_fc
+        q = octofuse.quantize_per_tensor(normed, fc.input_scale)
+        given = (q, fc.weight, fc.input_scale, fc.weight_scale, fc.bias)
+        hidden = octofuse.i8i8_linear(*given, activation="gelu_tanh", out_scale=out.input_scale)
+        given = (hidden, out.weight, out.input_scale, out.weight_scale, out.bias)
+        want = octofuse.i8f16_linear(*given, residual=h, out_dtype=x.dtype)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_model_gives_what_it_gave(device: str, scheme: str) -> None:
+    """Norms are summed in another order than torch's, so logits agree within rounding; names and state stay."""
+    plain, fused = models_of(scheme, device)
+    tokens = ids(3, 12).to(device)
+    want = plain(tokens).logits
+    got = fused(tokens, output_hidden_states=True)
+    assert float((got.logits - want).float().abs().max()) < 0.02 * float(want.float().std())
+    assert len(got.hidden_states) == plain.config.n_layer + 1
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in fused.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert torch.equal(unfuse_(fused)(tokens).logits, want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheme", SCHEMES[:2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": False, "cache_implementation": "static", "disable_compile": True},
+        {"num_beams": 3, "do_sample": False},
+        {"do_sample": False, "use_cache": False},
+    ],
+    ids=["dynamic cache", "static cache", "beams", "no cache"],
+)
+def test_generate_with_left_padding(device: str, scheme: str, options: dict) -> None:
+    _, fused = models_of(scheme, device)
+    prompts = [[3, 1, 4, 1, 5], [92, 6], [65, 35, 89, 79, 32, 38, 46]]
+    longest = max(map(len, prompts))
+    batch = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    more = {"max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0, **options}
+    together = fused.generate(batch, attention_mask=mask, **more)[:, longest:]
+    for row, prompt in zip(together, prompts, strict=True):
+        alone = fused.generate(
+            torch.tensor([prompt], device=device), attention_mask=torch.ones(1, len(prompt), device=device), **more
+        )
+        if device == "cpu":  # on a GPU masks choose other attention kernels, which round elsewhere
+            assert torch.equal(row, alone[0, len(prompt) :])
+        assert alone.shape[1] == len(prompt) + 8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheme", SCHEMES[:2])
+def test_past_key_values_continue(device: str, scheme: str) -> None:
+    _, fused = models_of(scheme, device)
+    tokens = ids(2, 10).to(device)
+    first = fused(tokens[:, :6], use_cache=True)
+    second = fused(tokens[:, 6:], past_key_values=first.past_key_values, use_cache=True)
+    whole = fused(tokens).logits
+    assert float((second.logits - whole[:, 6:]).float().abs().max()) < 0.01 * float(whole.float().std())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheme", SCHEMES[:2])
+def test_compiles_as_one_graph(device: str, scheme: str) -> None:
+    _, fused = models_of(scheme, device)
+    tokens = ids(2, 6).to(device)
+    want = fused(tokens, use_cache=False).logits
+    torch.compiler.reset()
+    got = torch.compile(fused, fullgraph=True)(tokens, use_cache=False).logits
+    assert float((got - want).float().abs().max()) < 0.01 * float(want.float().std())
+
+
+def test_attention_weights_are_kept_where_they_are_asked_for() -> None:
+    plain, fused = models_of("w8a8-static", "cpu")
+    for model in (plain, fused):
+        model.set_attn_implementation("eager")
+    want, got = (model(ids(2, 5), output_attentions=True).attentions for model in (plain, fused))
+    assert len(got) == len(want) == plain.config.n_layer
+    assert float((got[1] - want[1]).abs().max()) < 0.02
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="model: expected a model that quantize_ has changed"):
+        fuse_(small_gpt2())
+    with pytest.raises(ValueError, match="model: expected a transformers GPT2LMHeadModel, got Linear"):
+        fuse_(nn.Linear(2, 2))
+    _, fused = models_of("w8a8-dynamic", "cpu")
+    with pytest.raises(ValueError, match="model: expected eval mode, got training"):
+        fused.train()(ids(1, 4))
+    assert fuse_(fused.eval()) is fused, "fusing twice is fusing once"
+    with pytest.raises(ValueError, match="encoder_hidden_states: expected None"):
+        fused.transformer.h[0](torch.zeros(1, 2, 32), encoder_hidden_states=torch.zeros(1, 2, 32))
+    partly = quantize_(small_gpt2(), "w8a8-static", [ids()], exceptions={"mlp.c_fc": None}, progress=False)
+    want = partly(ids(1, 5)).logits
+    assert float((fuse_(partly)(ids(1, 5)).logits - want).abs().max()) < 0.02 * float(want.std())
