@@ -1,5 +1,5 @@
-// A linear layer on activations in floating point: row_pass() to int8, then run_gemm(). Few tokens take one kernel, in
-// which every block quantises for itself; the bits are those of the two.
+// A linear layer on activations in floating point: row_pass() to int8, then run_gemm(). One token of a small layer
+// takes one kernel, in which every block quantises for itself; the bits are those of the two.
 #pragma once
 
 #include "octofuse/gemm.h"

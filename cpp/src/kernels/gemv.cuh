@@ -135,7 +135,8 @@ __device__ inline void finish_one(const EpilogueArgs& e, const TileOutput& outpu
   }
 }
 
-// Blocks of an SM: room for this kernel and the next of a chain.
+// Blocks of an SM: as many as keep all of a 4096 x 4096 matrix in flight, while a thread's share stays in registers.
+// (Weights on their way through shared memory instead, with room for more blocks, were slower: 0.1 to 0.6 us a kernel.)
 template <int kTokens, int kRows>
 constexpr int kBlocksPerSm = kTokens * kRows == 4   ? 5
                              : kTokens * kRows == 8 ? 4
@@ -173,13 +174,13 @@ __device__ void stream_rows(const KernelArgs& args, Input& input, int n0, int32_
 }
 
 // A block's channels for all tokens: of every k_warps warps `args.rows`. `input` brings the tokens: prefetch() before,
-// and prepare() after earlier kernels have finished (and once before, if it `rehearses`), both called by the streaming
-// threads, then data() and ld(); scale(m, given) is token m's scale.
+// and prepare() after earlier kernels have finished, both called by the streaming threads, then data() and ld();
+// scale(m, given) is token m's scale.
 //
-// What happens once a block costs more in fetching instructions than in executing them. So while earlier kernels run it
-// is rehearsed on whatever shared memory holds, and nothing is stored: by the vector warp, which has nothing in flight
-// that it would have to wait for. (Rehearsing prepare() as well made a GPT-2's chain a quarter slower: it takes too
-// long.)
+// What happens once a block costs more in fetching instructions than in executing them. So while earlier kernels run,
+// the epilogue is rehearsed on whatever shared memory holds, and nothing is stored: by the vector warp, which has
+// nothing in flight that it would have to wait for. (Rehearsing prepare() as well made a GPT-2's chain a quarter
+// slower.)
 template <int kTokens, int kRows, class Input>
 __device__ void gemv_tile(const KernelArgs& args, Input& input) {
   constexpr int kMost = kStreams * kRows;  // channels of a block, where a warp spans K

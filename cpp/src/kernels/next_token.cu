@@ -16,7 +16,8 @@ constexpr int kChooseThreads = 1024;
 
 template <class T>
 __global__ void __launch_bounds__(kEmbedThreads) embed_kernel(const EmbedArgs args) {
-  // In this order: attention reads places before earlier kernels have finished, but not before the choice that set them.
+  // In this order: attention reads places before earlier kernels have finished, but not before the choice that set
+  // them.
   wait_for_earlier_kernels();
   let_later_kernels_start();
   const int64_t row = blockIdx.x;
