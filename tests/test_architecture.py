@@ -18,7 +18,7 @@ ALLOWED = {
     "generate": {"models", "ops"},
     "assets": set(),
     "doctor": {"_C", "ops", "testing"},
-    "cli": {"_C", "assets", "doctor", "layouts", "models", "nn", "ops", "quant"},
+    "cli": {"_C", "assets", "doctor", "generate", "layouts", "models", "nn", "ops", "quant"},
 }
 
 

@@ -151,6 +151,24 @@ def test_layers_of_different_kinds_follow_each_other() -> None:
         assert Generator(model)(PROMPTS, 12) == [by_transformers(model, prompt, 12) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_int8_head_and_long_prompts_in_one_batch(device: str) -> None:
+    """The head's logits come from int8 too; and a long prompt's attention does not see how busy the GPU is."""
+    model = small_gpt2(n_positions=400).to(device)
+    quantize_(model, "w8a8-static", [ids()], exceptions={"lm_head": "w8a8-dynamic"}, progress=False)
+    assert model.config.tie_word_embeddings is False
+    assert model.lm_head.weight.dtype == torch.int8
+    model = model.to(torch.float16 if device == "cuda" else torch.float32).requires_grad_(False)
+    room = model.config.n_positions - 20
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(0, 97, (n,), generator=generator).tolist() for n in (room, 3, 129, room - 1)]
+    run = Generator(model)
+    together = run(prompts, 18)  # more than one burst of steps
+    assert together == [run([prompt], 18)[0] for prompt in prompts]
+    if device == "cpu":
+        assert together[1] == by_transformers(model, prompts[1], 18)
+
+
 def test_wrong_input_is_refused_by_name() -> None:
     model = small_gpt2().requires_grad_(False)
     generator = Generator(model)

@@ -16,11 +16,12 @@ from octofuse.models import load, perplexity, quantize_, save, weight_bytes
 from octofuse.nn import Int8Linear
 
 
-def small_gpt2() -> nn.Module:
+def small_gpt2(n_positions: int = 32) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=97, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+    sizes = {"vocab_size": 97, "n_positions": n_positions, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     return GPT2LMHeadModel(config).eval().requires_grad_(False)
 
 

@@ -73,3 +73,14 @@ def test_on_the_command_line(tmp_path) -> None:
     assert code == 1
     assert "exceptions: expected patterns that match a layer, got x" in err
     assert not (tmp_path / "r").exists()
+
+
+def test_an_output_head_is_quantised_where_it_is_named(tmp_path) -> None:
+    model = quantize_(small_gpt2(), "w8a8-dynamic", exceptions={"lm_head": "w8a8-dynamic"}, progress=False)
+    assert isinstance(model.lm_head, Int8Linear)
+    assert not isinstance(model.transformer.wte, Int8Linear)
+    save(model, tmp_path / "q")
+    again = load(tmp_path / "q")
+    assert isinstance(again.lm_head, Int8Linear)
+    assert torch.equal(again(ids()).logits, model(ids()).logits)
+    assert not isinstance(quantize_(small_gpt2(), "w8a8-dynamic", progress=False).lm_head, Int8Linear)

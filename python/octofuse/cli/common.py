@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from octofuse import _C
 from octofuse.assets import CALIBRATION_TEXT, EMBEDDED, EVALUATION_TEXT
-from octofuse.models import load, perplexity
+from octofuse.generate import generate
+from octofuse.models import gpt2, load, perplexity
 from octofuse.models.checkpoint import is_checkpoint
 
 CALIBRATION_BATCHES = 8
@@ -148,13 +149,16 @@ def generate_text(model: Any, tokenizer: Any, prompt: str, new_tokens: int, temp
     room = context_of(model) - ids.shape[1]
     if room < 1:
         raise ValueError(f"prompt: expected fewer than {context_of(model)} tokens, got {ids.shape[1]}")
-    torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    end = tokenizer.eos_token_id
-    ids = ids.to(next(model.parameters()).device)
-    mask = torch.ones_like(ids)
-    output = model.generate(
-        ids, attention_mask=mask, max_new_tokens=min(new_tokens, room), pad_token_id=end, **sampling
-    )
-    text: str = tokenizer.decode(output[0], skip_special_tokens=True)
+    end, count = tokenizer.eos_token_id, min(new_tokens, room)
+    if gpt2.matches(model):
+        stops = [] if end is None else [end]
+        new = generate(model, ids, count, temperature=temperature, seed=seed, stop_tokens=stops)[0]
+    else:
+        torch.manual_seed(seed)
+        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        ids = ids.to(next(model.parameters()).device)
+        mask = torch.ones_like(ids)
+        output = model.generate(ids, attention_mask=mask, max_new_tokens=count, pad_token_id=end, **sampling)
+        new = output[0, ids.shape[1] :].tolist()
+    text: str = tokenizer.decode([*ids[0].tolist(), *new], skip_special_tokens=True)
     return text

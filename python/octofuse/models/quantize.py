@@ -42,8 +42,8 @@ def quantize_(
     Args:
         model: GPT-2 in any size, or any module with nn.Linear or Conv1D layers.
         scheme: a `Scheme` or a name that `quant.scheme_named` knows.
-        calibration: batches of input ids `[B, T]` (or whatever the model takes as its one argument), read once; static
-            and smoothed schemes need them, others do not look.
+        calibration: batches of input ids `[B, T]` on any device (or whatever the model takes as its one argument), read
+            once; static and smoothed schemes need them, others do not look.
         exceptions: other schemes for single layers, by the end of a layer's name ("mlp.c_proj") or a pattern
             ("transformer.h.0.*"); None leaves a layer in floating point. The first that matches counts. An output head
             that is tied to the embedding ("lm_head") is quantised if it is named here, and untied by that.
@@ -144,7 +144,9 @@ def _calibrated(
         by_values = any(scheme.clipping in ("percentile", "entropy") for scheme in schemes)
         # A histogram of what a layer reads says nothing of what it would read smoothed: there, rows are kept instead.
         keeps = any(s.smoothing == "search" or s.clipping == "mse" for s in schemes) or (by_values and bool(producers))
-        batches = _track(calibration, "calibrating", progress)
+        device = next(model.parameters()).device
+        shown = _track(calibration, "calibrating", progress)
+        batches = (batch.to(device) if isinstance(batch, Tensor) else batch for batch in shown)
         samples = SAMPLES if keeps else 0
         observers = observe(layers, batches, model, per_channel=bool(producers), samples=samples, histogram=by_values)
     finally:
