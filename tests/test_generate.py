@@ -180,6 +180,7 @@ def test_wrong_input_is_refused_by_name() -> None:
         ([[1, -1]], 4, r"prompts\[0\]: expected tokens from 0 to 96, got -1"),
         ([[1] * (room - 3)], 4, rf"prompts\[0\]: expected at most {room - 4} tokens, so that 4 more fit"),
         ([[1]], 0, "max_new_tokens: expected an int of at least 1, got 0"),
+        ([[1]], room, f"max_new_tokens: expected at most {room - 1}, so that a prompt fits"),
         (torch.zeros(3, dtype=torch.int64), 4, r"prompts: expected token ids \[B, T\]"),
         (torch.zeros(2, 3), 4, r"prompts: expected token ids \[B, T\], got torch.float32"),
     ):

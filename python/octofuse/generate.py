@@ -295,6 +295,11 @@ def _checked(
 ) -> list[list[int]]:
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: expected an int of at least 1, got {max_new_tokens!r}")
+    if max_new_tokens >= decoder.positions:
+        raise ValueError(
+            f"max_new_tokens: expected at most {decoder.positions - 1}, so that a prompt fits the context too, "
+            f"got {max_new_tokens}"
+        )
     if isinstance(prompts, Tensor) and (prompts.dim() != 2 or prompts.is_floating_point()):
         raise ValueError(f"prompts: expected token ids [B, T], got {prompts.dtype} of shape {list(prompts.shape)}")
     rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in prompts]
