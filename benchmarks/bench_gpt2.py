@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from octofuse.generate import Generator, Sampling, Session
-from octofuse.models import quantize_
-from octofuse.nn import Int8Linear
+from octofuse.models import gpt2, quantize_, weight_bytes
 
 PROMPT = [15496, 11, 314, 1101, 257, 3303, 2746, 11]
 NEW_TOKENS = 30
@@ -211,9 +210,7 @@ def budget(generator: Generator, size: str, engine: str, context: int = 38) -> l
 
 def linear_bytes(model: nn.Module) -> int:
     """Bytes of the blocks' linears: weights, scales and biases."""
-    found = model.named_modules()
-    layers = [m for n, m in found if (isinstance(m, Int8Linear) and n != "lm_head") or type(m).__name__ == "Conv1D"]
-    return sum(t.numel() * t.element_size() for layer in layers for t in layer.state_dict().values())
+    return sum(weight_bytes(layer) for name, layer in model.named_modules() if name.endswith(gpt2.LINEARS))
 
 
 def octofuse_rows(size: str, device: torch.device, smoke: bool, result: dict[str, Any]) -> None:

@@ -192,7 +192,8 @@ __global__ void __launch_bounds__(kThreads, kLanes == 8 ? 3 : 2)
   const int width = args.heads * args.head_size;
   const int column = lane % kLanes * kPack;
   const int64_t of_head = static_cast<int64_t>(sequence) * args.heads + head;
-  // `places` was written before the last kernel but one, and the cache by earlier steps.
+  // Read before earlier kernels have finished: the cache, which earlier steps have written, and `places`, behind whose
+  // writer stands a kernel that nothing overtakes (embed).
   Positions<T, kLanes> positions;
   positions.place = static_cast<int>(args.places[sequence]);
   if (chunk * kAttendChunk > positions.place) return;

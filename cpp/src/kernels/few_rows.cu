@@ -1,6 +1,6 @@
 // A few rows in a captured chain, a block each. The chain waits for this kernel, which fetches instructions longer than
-// it computes: so it goes through its row once while earlier kernels run, with zeros for x and results that nobody
-// reads.
+// it computes: so it goes through its row once while earlier kernels run, with whatever shared memory holds for x and
+// results that nobody reads.
 #include "kernels/few_rows.h"
 
 #include "kernels/launch.h"

@@ -2,9 +2,9 @@
 
 A block of an int8 model runs: norm + quantise + qkv | attention (+ quantise) | (quantise +) projection + residual | norm +
 quantise + c_fc + gelu (+ quantise) | (quantise +) c_proj + residual. With static scales the activations stay int8 from
-attention to projection and from c_fc to c_proj; with dynamic ones the reader finds each token's scale. Up to four tokens
-on compute capability 9.0 these are five kernels; more tokens take the norms and per-token scales in kernels of their own.
-A floating-point model takes the same way through torch's linears.
+attention to projection and from c_fc to c_proj; with dynamic ones the reader finds each token's scale. For one token of a
+narrow model on compute capability 9.0 these are five kernels (`ops.quantized_linear` says when); else norms and per-token
+scales are kernels of their own. A floating-point model takes the same way through torch's linears.
 """
 
 from __future__ import annotations
