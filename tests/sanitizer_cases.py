@@ -158,7 +158,10 @@ def decode_cases() -> int:
         ids, counts, steps = (torch.zeros(3, dtype=torch.int64).cuda() for _ in range(3))
         decode.choose(x, ids, torch.zeros(3, 4, dtype=torch.int64).cuda(), counts, steps, True)
         assert torch.equal(ids.cpu(), x.cpu().float().argmax(-1))
-        count += 4
+        if decode.takes_logits(x.device, dtype, x.shape[1]):
+            got, want = decode.logits(x, table.cuda()).cpu().float(), x.cpu().float() @ table.float().t()
+            assert (got - want).abs().max() <= 0.02 * want.abs().max()
+        count += 5
     return count
 
 

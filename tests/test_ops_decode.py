@@ -197,6 +197,28 @@ def test_embed_and_choose(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("vocabulary", "width"), [(50257, 768), (1001, 1600), (17, 40), (1, 8), (6000, 3000)])
+def test_logits(dtype: torch.dtype, vocabulary: int, width: int) -> None:
+    device = torch.device("cuda")
+    if not decode.takes_logits(device, dtype, width):
+        pytest.skip("compute capability 9.0")
+    x, w = torch.randn(130, width, device=device).to(dtype), torch.randn(vocabulary, width, device=device).to(dtype)
+    got = decode.logits(x, w)
+    want = x.double() @ w.double().t()
+    rounding = want.abs() * torch.finfo(dtype).eps / 2  # of the result; each sum in fp32 loses a little beside it
+    sums = x.double().abs() @ w.double().abs().t() * 2.0**-24 * (width / 16 + 8)
+    assert got.shape == (130, vocabulary)
+    assert ((got.double() - want).abs() <= rounding + sums).all()
+    for m in (1, 2, 7, 8, 9, 33, 64, 65):
+        assert torch.equal(decode.logits(x[:m].contiguous(), w), got[:m]), m
+    with pytest.raises(ValueError, match=r"w: expected a contiguous tensor of shape"):
+        decode.logits(x, w[:, :-8])
+    with pytest.raises(TypeError, match="w: expected dtype"):
+        decode.logits(x, w.float())
+
+
+@pytest.mark.gpu
 def test_wrong_tensors_are_refused_before_a_launch() -> None:
     cache = torch.zeros(2, 2, 3, 40, 16, dtype=torch.float16, device="cuda")
     qkv = torch.zeros(2, 144, dtype=torch.float16, device="cuda")

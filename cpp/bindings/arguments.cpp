@@ -23,13 +23,13 @@ std::pair<uintptr_t, uintptr_t> span_of(const TensorView& tensor) {
   return {begin, begin + static_cast<uintptr_t>((last + 1) * tensor.dl.dtype.bits / 8)};
 }
 
-std::string shape_of(const std::vector<int64_t>& shape) {
+}  // namespace
+
+std::string text_of(const std::vector<int64_t>& shape) {
   std::string text = "[";
   for (size_t i = 0; i < shape.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(shape[i]);
   return text + "]";
 }
-
-}  // namespace
 
 void expect_dtype(const TensorView& tensor, std::initializer_list<DType> allowed) {
   if (std::find(allowed.begin(), allowed.end(), tensor.dtype) != allowed.end()) return;
@@ -140,7 +140,7 @@ TensorView parse_out(py::handle object, const std::vector<int64_t>& shape, DType
   expect_same_device(out, reference);
   const bool same_shape =
       out.ndim() == static_cast<int>(shape.size()) && std::equal(shape.begin(), shape.end(), out.dl.shape);
-  if (!same_shape) refuse<ValueError>("out", "shape " + shape_of(shape), out.shape_text());
+  if (!same_shape) refuse<ValueError>("out", "shape " + text_of(shape), out.shape_text());
   if (out.rows() > 1 && out.row_stride() < out.size(out.ndim() - 1)) {
     refuse<ValueError>("out", "rows that do not overlap", "row stride " + std::to_string(out.row_stride()));
   }

@@ -4,11 +4,15 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "dlpack_tensor.h"
 #include "octofuse/gemm.h"
 
 namespace octofuse {
+
+// "[2, 3]"
+std::string text_of(const std::vector<int64_t>& shape);
 
 void expect_dtype(const TensorView& tensor, std::initializer_list<DType> allowed);
 void expect_same_device(const TensorView& tensor, const TensorView& reference);

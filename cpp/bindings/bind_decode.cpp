@@ -2,6 +2,7 @@
 // the next token. CPU tensors are checked here and computed in Python (None).
 #include <algorithm>
 
+#include "arguments.h"
 #include "linear_call.h"
 #include "module.h"
 #include "octofuse/decode.h"
@@ -12,34 +13,26 @@
 namespace octofuse {
 namespace {
 
-// What a later kernel reads; None: nothing.
-Ahead parse_ahead(py::handle object, const TensorView& reference) {
-  if (object.is_none()) return {};
-  const TensorView tensor(object, "prefetch");
-  expect_same_device(tensor, reference);
-  if (!tensor.is_contiguous()) refuse<ValueError>("prefetch", "a contiguous tensor", "one with other strides");
-  return {tensor.data(), tensor.numel() * tensor.dl.dtype.bits / 8};
-}
-
 // norm: None, "layer_norm" or "rms_norm"; x_scale None: a scale for each token. x may be int8 already, with x_scale.
 py::object quantized_linear(py::handle x, py::handle w, py::handle w_scale, py::handle bias, py::handle x_scale,
                             py::handle norm, py::handle norm_weight, py::handle norm_bias, py::handle eps,
                             py::handle activation, py::handle residual, const std::string& out_dtype,
-                            py::handle out_scale, bool constant_weight, py::handle prefetch) {
+                            py::handle out_scale, bool constant_weight) {
   LinearCall call = checked_operands(x, w, {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8});
   const bool given = call.x.dtype == DType::kInt8;
   RowPassArgs rows;
   if (!given) rows = checked_rows(call.x);
   if (given && x_scale.is_none()) refuse<ValueError>("x_scale", "the scale of an int8 x", "None");
   if (given && !norm.is_none()) refuse<ValueError>("norm", "None for an int8 x", "'" + norm.cast<std::string>() + "'");
-  if (!norm.is_none()) parse_norm(norm.cast<std::string>(), norm_weight, norm_bias, eps, call.x, rows);
+  if (!norm.is_none()) {
+    parse_norm(norm.cast<std::string>(), {norm_weight, norm_bias, eps, "norm_weight", "norm_bias"}, call.x, rows);
+  }
   GemmArgs& args = call.args;
   if (!x_scale.is_none()) rows.scale = parse_scale(x_scale, "x_scale", given ? args.m : -1, call.x);
   parse_epilogue(call, w_scale, bias, activation, residual);
   args.constant_weight = constant_weight;
   args.out_type = parse_output(call, out_dtype, out_scale);
   args.ldo = args.n;
-  args.ahead = parse_ahead(prefetch, call.x);
   if (call.x.on_cpu()) return py::none();
   const int device = call.x.device();
   read_tuning_once(device);
@@ -54,12 +47,6 @@ py::object quantized_linear(py::handle x, py::handle w, py::handle w_scale, py::
     run_row_linear(rows, x_scale.is_none(), args, problem_of(call), device, stream, allocate);
   }
   return result;
-}
-
-std::string text_of(const std::vector<int64_t>& shape) {
-  std::string text;
-  for (const int64_t extent : shape) text += (text.empty() ? "[" : ", ") + std::to_string(extent);
-  return text + "]";
 }
 
 // A contiguous tensor on the device of `reference`.
@@ -172,6 +159,34 @@ py::object embed_op(py::handle ids_object, py::handle places_object, py::handle 
   return result;
 }
 
+// x [M, K], w [V, K] -> [M, V rounded up to a multiple of 8]; the columns behind V are not written.
+py::object logits_op(py::handle x_object, py::handle w_object) {
+  const TensorView x(x_object, "x");
+  const TensorView w(w_object, "w");
+  expect_half(x);
+  if (x.ndim() != 2) refuse<ValueError>("x", "[M, K]", "shape " + x.shape_text());
+  if (w.ndim() != 2 || w.size(0) < 1) refuse<ValueError>("w", "[V, K]", "shape " + w.shape_text());
+  expect_dtype(w, {x.dtype});
+  expect_tensor(x, shape_of(x), x);
+  expect_tensor(w, {w.size(0), x.size(1)}, x);
+  if (!takes_logits(x.size(1), x.device())) {
+    refuse<ValueError>("x", "compute capability 9.0, and a multiple of 8 columns that fits", "shape " + x.shape_text());
+  }
+  for (const TensorView* tensor : {&x, &w}) expect_aligned(*tensor);
+  LogitsArgs args;
+  args.m = static_cast<int>(x.size(0));
+  args.n = static_cast<int>(w.size(0));
+  args.k = static_cast<int>(x.size(1));
+  args.type = x.dtype;
+  args.x = x.data();
+  args.w = w.data();
+  args.ldo = (w.size(0) + 7) / 8 * 8;
+  const TensorFactory factory(x.dl.device);
+  py::object result = factory.make({x.size(0), args.ldo}, args.type, &args.out);
+  logits(args, x.device(), factory.current_stream());
+  return result;
+}
+
 // logits [B, V], rows dense; ids, counts, places [B] and history [B, C] are written (decode.h).
 void choose_op(py::handle logits_object, py::handle ids_object, py::handle history_object, py::handle counts_object,
                py::handle places_object, bool advance) {
@@ -202,7 +217,7 @@ void bind_decode(py::module_& module) {
   module.def("quantized_linear", &quantized_linear, py::arg("x"), py::arg("w"), py::arg("w_scale"), py::arg("bias"),
              py::arg("x_scale"), py::arg("norm"), py::arg("norm_weight"), py::arg("norm_bias"), py::arg("eps"),
              py::arg("activation"), py::arg("residual"), py::arg("out_dtype"), py::arg("out_scale"),
-             py::arg("constant_weight"), py::arg("prefetch"));
+             py::arg("constant_weight"));
   module.def("attend", &attend_op, py::arg("qkv"), py::arg("keys"), py::arg("values"), py::arg("places"),
              py::arg("parts"), py::arg("arrivals"), py::arg("scale"));
   module.def("attend_parts", &attend_parts, py::arg("batch"), py::arg("heads"), py::arg("head_size"),
@@ -210,6 +225,8 @@ void bind_decode(py::module_& module) {
   module.def("embed", &embed_op, py::arg("ids"), py::arg("places"), py::arg("tokens"), py::arg("positions"));
   module.def("choose", &choose_op, py::arg("logits"), py::arg("ids"), py::arg("history"), py::arg("counts"),
              py::arg("places"), py::arg("advance"));
+  module.def("takes_logits", &takes_logits, py::arg("k"), py::arg("device"));
+  module.def("logits", &logits_op, py::arg("x"), py::arg("w"));
 }
 
 }  // namespace octofuse

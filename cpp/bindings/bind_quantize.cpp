@@ -66,7 +66,7 @@ py::object rows(py::handle x_object, const std::string& op, py::handle residual,
   RowPassArgs args = checked_rows(x);
   std::vector<int64_t> shape = shape_of(x);
   if (op == "layer_norm" || op == "rms_norm") {
-    parse_norm(op, weight, bias, eps, x, args);
+    parse_norm(op, {weight, bias, eps, "weight", "bias"}, x, args);
     parse_added(residual, x, args);
   } else {
     args.activation = parse_activation(activation);

@@ -75,9 +75,7 @@ void parse_residual(LinearCall& call, py::handle object) {
   const bool same_shape = residual.ndim() == static_cast<int>(call.out_shape.size()) &&
                           std::equal(call.out_shape.begin(), call.out_shape.end(), residual.dl.shape);
   if (!same_shape) {
-    std::string shape;
-    for (const int64_t extent : call.out_shape) shape += (shape.empty() ? "[" : ", ") + std::to_string(extent);
-    refuse<ValueError>("residual", "the output's shape " + shape + "]", residual.shape_text());
+    refuse<ValueError>("residual", "the output's shape " + text_of(call.out_shape), residual.shape_text());
   }
   call.args.epilogue.residual = residual.data();
   call.args.epilogue.residual_type = residual.dtype;

@@ -9,7 +9,8 @@ namespace octofuse {
 namespace {
 
 // weight or bias of a norm: [K], contiguous, in fp32 or x's dtype.
-const void* parse_affine(py::handle object, const char* name, const TensorView& x, RowPassArgs& args) {
+const void* parse_affine(py::handle object, const char* name, const char* weight_name, const TensorView& x,
+                         RowPassArgs& args) {
   if (object.is_none()) return nullptr;
   const TensorView tensor(object, name);
   expect_dtype(tensor, {DType::kFloat32, x.dtype});
@@ -19,7 +20,8 @@ const void* parse_affine(py::handle object, const char* name, const TensorView& 
   }
   const bool other = args.weight != nullptr;
   if (other && tensor.dtype != args.affine_type) {
-    refuse<TypeError>(name, std::string("dtype ") + name_of(args.affine_type) + " like weight", tensor.dtype_text());
+    refuse<TypeError>(name, std::string("dtype ") + name_of(args.affine_type) + " like " + weight_name,
+                      tensor.dtype_text());
   }
   args.affine_type = tensor.dtype;
   return tensor.data();
@@ -46,8 +48,8 @@ RowPassArgs checked_rows(const TensorView& x) {
   return args;
 }
 
-void parse_norm(const std::string& norm, py::handle weight, py::handle bias, py::handle eps, const TensorView& x,
-                RowPassArgs& args) {
+void parse_norm(const std::string& norm, const NormArguments& given, const TensorView& x, RowPassArgs& args) {
+  const py::handle eps = given.eps;
   if (args.cols > kMaxK) refuse<ValueError>("x", "at most 131071 columns", "shape " + x.shape_text());
   args.norm = norm == "layer_norm" ? Norm::kLayer : Norm::kRms;
   if (PyFloat_Check(eps.ptr()) == 0 && (PyLong_Check(eps.ptr()) == 0 || PyBool_Check(eps.ptr()))) {
@@ -57,8 +59,8 @@ void parse_norm(const std::string& norm, py::handle weight, py::handle bias, py:
   if (!(args.eps >= 0.0F) || std::isinf(args.eps)) {
     refuse<ValueError>("eps", "a finite number of at least 0", std::to_string(args.eps));
   }
-  args.weight = parse_affine(weight, "weight", x, args);
-  args.bias = parse_affine(bias, "bias", x, args);
+  args.weight = parse_affine(given.weight, given.weight_name, given.weight_name, x, args);
+  args.bias = parse_affine(given.bias, given.bias_name, given.weight_name, x, args);
 }
 
 void parse_added(py::handle residual, const TensorView& x, RowPassArgs& args) {

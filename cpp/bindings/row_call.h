@@ -16,9 +16,14 @@ std::vector<int64_t> shape_of(const TensorView& tensor);
 
 // x [..., K] in floating point, of a size that kernels can take.
 RowPassArgs checked_rows(const TensorView& x);
-// norm: "layer_norm" or "rms_norm"; weight and bias [K] or None.
-void parse_norm(const std::string& norm, py::handle weight, py::handle bias, py::handle eps, const TensorView& x,
-                RowPassArgs& args);
+// What a norm is given, weight and bias [K] or None, and what the caller calls these.
+struct NormArguments {
+  py::handle weight, bias, eps;
+  const char* weight_name;
+  const char* bias_name;
+};
+// norm: "layer_norm" or "rms_norm".
+void parse_norm(const std::string& norm, const NormArguments& given, const TensorView& x, RowPassArgs& args);
 // What is added to x before its norm, or None.
 void parse_added(py::handle residual, const TensorView& x, RowPassArgs& args);
 

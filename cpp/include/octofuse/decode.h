@@ -51,6 +51,21 @@ struct EmbedArgs {
 
 void embed(const EmbedArgs& args, int device, Stream stream);
 
+// out[m, n] = sum_k x[m, k] * w[n, k] in fp32, rounded to `type`: an output head in floating point. A row's bits depend
+// on the row alone.
+struct LogitsArgs {
+  int m = 0, n = 0, k = 0;
+  DType type = DType::kFloat16;  // fp16 or bf16
+  const void* x = nullptr;       // [m, k], contiguous; k a multiple of 8
+  const void* w = nullptr;       // [n, k], contiguous; nothing in flight writes it
+  void* out = nullptr;           // [m, n], row stride ldo
+  int64_t ldo = 0;
+};
+
+// Whether this build and device have the kernel, for such a k.
+bool takes_logits(int64_t k, int device);
+void logits(const LogitsArgs& args, int device, Stream stream);
+
 // The likeliest token of each row of logits, the first of equals; NaN is above all. It goes into ids[b] and
 // history[b, counts[b]], then counts[b] grows by one and places[b] by `advance`.
 struct ChooseArgs {

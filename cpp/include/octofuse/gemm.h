@@ -101,12 +101,6 @@ struct EpilogueArgs {
   int clamp_low = -127;  // -128 for the raw requantisation of i8i8_matmul
 };
 
-// Memory that a later kernel of a captured chain reads, and nothing in flight writes.
-struct Ahead {
-  const void* data = nullptr;
-  int64_t bytes = 0;
-};
-
 struct GemmArgs {
   int64_t m = 0, n = 0, k = 0;
   const int8_t* x = nullptr;  // [M, K], row stride ldx
@@ -121,7 +115,6 @@ struct GemmArgs {
   // Nothing in flight on the stream writes w, w_scale, bias or w_sum: in a captured chain they may be read before the
   // kernel's predecessor has finished.
   bool constant_weight = false;
-  Ahead ahead;  // brought into the L2 cache meanwhile, by the kernels for few tokens and with constant_weight
 };
 
 // Scratch memory on the current stream; freed by the caller after the launch.

@@ -2,6 +2,7 @@
 #include "cutlass/gemm_cutlass.h"
 #include "kernels/few_rows.h"
 #include "kernels/gemm_skinny.h"
+#include "octofuse/decode.h"
 #include "octofuse/error.h"
 #include "wgmma/launch.h"
 
@@ -21,6 +22,8 @@ void run(const Candidate&, const GemmArgs&, int, cudaStream_t) {
 
 namespace octofuse::skinny {
 
+bool takes_held(const GemmArgs&, int) { return false; }
+void run_held(const GemmArgs&, int, cudaStream_t) { throw RuntimeError("skinny: this build holds no sm_90a kernels"); }
 bool takes_rows(const RowPassArgs&, const GemmArgs&, int) { return false; }
 void run_rows(const RowPassArgs&, bool, const GemmArgs&, int, cudaStream_t) {
   throw RuntimeError("skinny_rows: this build holds no sm_90a kernels");
@@ -33,3 +36,10 @@ namespace octofuse::rows {
 bool run_few(const RowPassArgs&, cudaStream_t) { return false; }
 
 }  // namespace octofuse::rows
+
+namespace octofuse {
+
+bool takes_logits(int64_t, int) { return false; }
+void logits(const LogitsArgs&, int, Stream) { throw RuntimeError("logits: this build holds no sm_90a kernels"); }
+
+}  // namespace octofuse

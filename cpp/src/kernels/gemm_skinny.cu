@@ -191,8 +191,9 @@ void run(int tile, const GemmArgs& args, int device, cudaStream_t stream) {
 #undef OCTOFUSE_KERNEL
   };
   const bool chained = is_chained(stream, device);
+  if (chained && tile < kGemvTiles && takes_held(args, device)) return run_held(args, device, stream);
   KernelArgs kernel = kernel_args(args, chained);
-  if (tile < kGemvTiles) return run_gemv(tile, kernel, device_capability(device).sm_count, chained, stream);
+  if (tile < kGemvTiles) return run_gemv(tile, kernel, device, chained, stream);
   const auto blocks = static_cast<unsigned>((args.n + kTiles[tile].channels - 1) / kTiles[tile].channels);
   launch_kernel("skinny", kernels[tile - kGemvTiles], dim3(blocks), dim3(kThreads), 0, dim3(1), chained, &kernel,
                 stream);

@@ -12,8 +12,12 @@ namespace octofuse::skinny {
 // `tile` is an index into kTiles; args.m is at most its tokens.
 void run(int tile, const GemmArgs& args, int device, cudaStream_t stream);
 
-// The same with tokens in floating point, which `rows` describes, where takes_rows() says so: x of `args` is not read.
-// With per_token every token finds its own scale, which is kept nowhere.
+// One token in a captured chain, where takes_held() says so.
+bool takes_held(const GemmArgs& args, int device);
+void run_held(const GemmArgs& args, int device, cudaStream_t stream);
+
+// A token in floating point, which `rows` describes, where takes_rows() says so: x of `args` is not read.
+// With per_token it finds its own scale, which is kept nowhere.
 bool takes_rows(const RowPassArgs& rows, const GemmArgs& args, int device);
 void run_rows(const RowPassArgs& rows, bool per_token, const GemmArgs& args, int device, cudaStream_t stream);
 

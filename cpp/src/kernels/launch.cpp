@@ -74,6 +74,10 @@ void launch_kernel(const char* name, const void* function, dim3 grid, dim3 block
     attribute.val.clusterDim.z = cluster.z;
   }
   if (overlap) {
+    // An SM takes a kernel that wants another split of its memory only when it has become idle.
+    const cudaError_t split =
+        cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (split != cudaSuccess) throw_launch_error(name, cudaGetErrorString(split));
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

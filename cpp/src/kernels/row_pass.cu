@@ -25,12 +25,14 @@ constexpr int64_t kFewRows = 32;  // of a norm: they are bound by its latency, w
 // A warp a row where it fits: it waits for nobody. Longer rows take a block, up to 4 packs of 8 a thread (measured on
 // an H200: fewer packs or more threads a row are slower at 4096 rows, and 16 packs a lane as well). A norm of many rows
 // is bound by its instructions, many of them once a thread: there, fewer threads are faster. fp32 is rarer and gets
-// fewer kernels.
+// fewer kernels, its activations fewest.
 template <class T, RowOp kOp>
 RowKernel kernel_for(int64_t rows, int64_t packs, bool wide) {
   constexpr bool kHalf = sizeof(T) == 2;
   if (!wide || packs > (kHalf ? 2048 : 1024)) return kernel_of<T, kOp, 256, 0>();
-  if (packs <= 128 && !(kHalf && kOp == RowOp::kNorm && rows <= kFewRows)) return kernel_of<T, kOp, 32, 4>();
+  if constexpr (kHalf || kOp != RowOp::kActivate) {
+    if (packs <= 128 && !(kHalf && kOp == RowOp::kNorm && rows <= kFewRows)) return kernel_of<T, kOp, 32, 4>();
+  }
   if constexpr (kHalf) {
     if constexpr (kOp == RowOp::kNorm) {
       if (packs <= 512 && rows >= 1024) return kernel_of<T, kOp, 128, 4>();

@@ -19,17 +19,18 @@ struct KernelArgs {
   const int8_t* w;
   int64_t ldx, ldw;
   int k;
-  int k_warps, rows;  // gemv.cuh: streaming warps that share K, and the channels that they take
+  int log_k_warps;   // how many of the streaming warps share K
+  int rows;          // channels of these warps
+  int log_channels;  // of a block, rounded up
   EpilogueArgs epilogue;
   TileOutput output;
   bool constant_weight;
-  Ahead ahead;
 };
 
 inline KernelArgs kernel_args(const GemmArgs& args, bool chained) {
   const bool constant = chained && args.constant_weight;
-  return {args.x,        args.w,          args.ldx, args.ldw,  static_cast<int>(args.k), 1, 1,
-          args.epilogue, output_of(args), constant, args.ahead};
+  return {args.x, args.w,        args.ldx,        args.ldw, static_cast<int>(args.k), 0, 1,
+          0,      args.epilogue, output_of(args), constant};
 }
 
 __device__ inline uint4 load_or_zero(const int8_t* address, bool inside) {
@@ -39,6 +40,6 @@ __device__ inline uint4 load_or_zero(const int8_t* address, bool inside) {
 }
 
 // gemv.cu: `tile` is below kGemvTiles.
-void run_gemv(int tile, KernelArgs args, int sm_count, bool chained, cudaStream_t stream);
+void run_gemv(int tile, KernelArgs args, int device, bool chained, cudaStream_t stream);
 
 }  // namespace octofuse::skinny

@@ -92,12 +92,14 @@ struct PendingVectors {
 
   __device__ void store(const EpilogueArgs& e, const TileOutput& output, int m0, int n0, int thread,
                         TileVectors<kTokens, kChannels>& vectors) const {
-    const bool asymmetric = e.w_sum != nullptr;
+    store_channels(e, output, n0, thread, vectors);
+    store_tokens(e, output, m0, thread, vectors);
+  }
+
+  __device__ void store_channels(const EpilogueArgs& e, const TileOutput& output, int n0, int thread,
+                                 TileVectors<kTokens, kChannels>& vectors) const {
     for (int i = thread; i < kChannels; i += kThreads) {
-      vectors.minus_w_sum[i] = asymmetric ? -e.w_sum[min(n0 + i, output.n - 1)] : 0;
-    }
-    for (int i = thread; i < kTokens; i += kThreads) {
-      vectors.x_zero[i] = asymmetric ? zero_at(e.x_zero, min(m0 + i, output.m - 1)) : 0;
+      vectors.minus_w_sum[i] = e.w_sum != nullptr ? -e.w_sum[min(n0 + i, output.n - 1)] : 0;
     }
 #pragma unroll
     for (int i = 0; i < kOfChannels; ++i) {
@@ -105,6 +107,13 @@ struct PendingVectors {
       if (n >= kChannels) break;
       vectors.w_scale[n] = w_scale[i];
       vectors.bias[n] = e.bias == nullptr ? -0.0F : bias_of(bias[i], e.bias_type);
+    }
+  }
+
+  __device__ void store_tokens(const EpilogueArgs& e, const TileOutput& output, int m0, int thread,
+                               TileVectors<kTokens, kChannels>& vectors) const {
+    for (int i = thread; i < kTokens; i += kThreads) {
+      vectors.x_zero[i] = e.w_sum != nullptr ? zero_at(e.x_zero, min(m0 + i, output.m - 1)) : 0;
     }
 #pragma unroll
     for (int i = 0; i < kOfTokens; ++i) {

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ class Cache:
 
     pairs: Tensor
     scratch: tuple[Tensor, Tensor] | None  # of decode.attend
-    head_rows: Tensor | None  # HEAD_ROWS rows for the output head, zero
+    head_rows: Tensor | None  # HEAD_ROWS rows for an output head in cuBLAS, zero
 
     @property
     def capacity(self) -> int:
@@ -70,10 +69,8 @@ class Decoder:
         self.head = _Layer(head, self.dtype)
         self.norm = _norm_of(body.ln_f)
         self.blocks = [Block(block, self.activation, self.dtype) for block in body.h]
-        linears = [*(layer for block in self.blocks for layer in block.layers), self.head]
-        for layer, after in pairwise(linears):
-            layer.next_weight = after.weight
         self.fused = decode.serves(self.device, self.dtype, self.width // self.heads, self.width)
+        self.streams_head = decode.takes_logits(self.device, self.dtype, self.width)
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """Room for `capacity` positions of `batch` sequences, all zero."""
@@ -82,7 +79,8 @@ class Decoder:
             (len(self.blocks), 2, batch, self.heads, capacity, size), dtype=self.dtype, device=self.device
         )
         scratch = decode.attend_scratch(batch, self.heads, size, capacity, self.device) if self.fused else None
-        rows = self.tokens.new_zeros(HEAD_ROWS, self.width) if self.device.type == "cuda" else None
+        pads = self.device.type == "cuda" and not self.streams_head
+        rows = self.tokens.new_zeros(HEAD_ROWS, self.width) if pads else None
         return Cache(pairs, scratch, rows)
 
     @torch.no_grad()
@@ -159,6 +157,8 @@ class Decoder:
         if self.head.int8 is not None:
             return self.head(x, norm=self.norm)
         x = _layer_norm(x, self.norm)
+        if self.streams_head:
+            return decode.logits(x, self.head.weight)
         if cache.head_rows is None:
             return linear(x, self.head.weight)
         # As many rows whatever the batch: the kernel, and so the bits, do not depend on it. And products of multiples of 8
@@ -221,7 +221,6 @@ class _Layer:
         self.weight = layer.weight if isinstance(layer, Int8Linear) else weight_of(layer).contiguous()
         bias = getattr(layer, "bias", None)
         self.bias = None if bias is None else bias.detach()
-        self.next_weight: Tensor | None = None  # of the linear that runs next: brought nearer meanwhile
 
     @property
     def scale(self) -> Tensor | None:
@@ -252,7 +251,6 @@ class _Layer:
             residual=residual,
             out_dtype=self.dtype,
             out_scale=None if reader is None else reader.scale,
-            prefetch=self.next_weight,
         )
 
 

@@ -95,7 +95,6 @@ class Int8Linear(nn.Module):
         residual: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         out_scale: Tensor | None = None,
-        prefetch: Tensor | None = None,
     ) -> Tensor:
         """`ops.quantized_linear` with this layer's tensors; norm: a layer norm's weight, bias and eps.
 
@@ -106,7 +105,6 @@ class Int8Linear(nn.Module):
             x, self.weight, self.weight_scale, self.bias, x_scale=self.input_scale,
             norm=None if norm is None else "layer_norm", norm_weight=weight, norm_bias=bias, eps=eps,
             activation=activation, residual=residual, out_dtype=out_dtype, out_scale=out_scale, constant_weight=True,
-            prefetch=prefetch,
         )  # fmt: skip
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]

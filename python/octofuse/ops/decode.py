@@ -1,6 +1,7 @@
 """What a decoding step calls: linears that quantise their own input, and kernels for embedding, attention and choice.
 
-`quantized_linear` is public. The others serve `models.decoder` on a GPU that `serves()` names; there is no CPU version.
+`quantized_linear` is public. The others serve `models.decoder` on a GPU that `serves()` and `takes_logits()`
+name; there is no CPU version.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ def quantized_linear(
     out_dtype: torch.dtype | None = None,
     out_scale: Scale | None = None,
     constant_weight: bool = False,
-    prefetch: Tensor | None = None,
 ) -> Tensor:
     """act(quantise(norm(x)) @ w^T * scales + bias) + residual: an int8 linear on activations in floating point.
 
@@ -52,8 +52,6 @@ def quantized_linear(
             dtype.
         out_dtype: torch.float16, torch.bfloat16 or torch.float32; None: x's, fp16 for int8.
         out_scale: fp32, one element, or a float: int8 output.
-        prefetch: a contiguous tensor that a later kernel of a captured graph reads, and nothing in flight writes: with few
-            tokens and constant_weight it is brought into the L2 cache meanwhile. No bit depends on it.
 
     Returns:
         `[..., N]`.
@@ -70,8 +68,8 @@ def quantized_linear(
     if out_dtype is None:
         out_dtype = torch.float16 if x.dtype == torch.int8 else x.dtype
     scales = (x_scale, norm, norm_weight, norm_bias, eps, activation, residual, out_dtype, out_scale, constant_weight)
-    if goes_direct(x, w, w_scale, bias, x_scale, norm_weight, norm_bias, residual, out_scale, prefetch):
-        return _quantized_linear(x, w, w_scale, bias, *scales, prefetch)
+    if goes_direct(x, w, w_scale, bias, x_scale, norm_weight, norm_bias, residual, out_scale):
+        return _quantized_linear(x, w, w_scale, bias, *scales)
     refuse_gradients(
         "quantized_linear", x=x, bias=bias, norm_weight=norm_weight, norm_bias=norm_bias, residual=residual
     )
@@ -97,7 +95,6 @@ def _quantized_linear(
     out_dtype: torch.dtype,
     out_scale: Scale | None,
     constant_weight: bool,
-    prefetch: Tensor | None = None,
 ) -> Tensor:
     if torch.is_grad_enabled():
         refuse_gradients(
@@ -105,7 +102,7 @@ def _quantized_linear(
         )
     result = _C.quantized_linear(
         x, w, w_scale, bias, x_scale, norm, norm_weight, norm_bias, eps, activation, residual, dtype_name(out_dtype),
-        out_scale, constant_weight, prefetch,
+        out_scale, constant_weight,
     )  # fmt: skip
     if result is not None:
         return result
@@ -122,10 +119,10 @@ def _quantized_linear(
 
 
 def serves(device: torch.device, dtype: torch.dtype, head_size: int, width: int) -> bool:
-    """Whether the three functions below take such a model."""
+    """Whether `attend`, `embed` and `choose` take such a model."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or width % 8 != 0:
         return False
-    return head_size % 8 == 0 and head_size <= 128
+    return torch.cuda.get_device_capability(device) >= (8, 0) and head_size % 8 == 0 and head_size <= 128
 
 
 def attend_scratch(
@@ -159,6 +156,22 @@ def attend(
 def embed(ids: Tensor, places: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
     """ids, places int64 `[B]` -> tokens[ids] + positions[places], `[B, width]`, fp16 or bf16."""
     return _C.embed(ids, places, tokens, positions)
+
+
+def takes_logits(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether `logits` takes such rows."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return _C.takes_logits(width, torch.cuda.current_device() if device.index is None else device.index)
+
+
+def logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x `[M, K]`, weight `[V, K]`, fp16 or bf16 -> x @ weight^T, `[M, V]`, summed in fp32.
+
+    An output head: weights are read once for 64 tokens, and no row's bits depend on the others. In a captured graph they
+    are read before earlier kernels have finished: nothing in flight may write them.
+    """
+    return _C.logits(x, weight)[:, : weight.shape[0]]
 
 
 def choose(logits: Tensor, ids: Tensor, history: Tensor, counts: Tensor, places: Tensor, advance: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -64,14 +65,18 @@ def device_time(calls: Sequence[Callable[[], Any]], *, repeats: int = 25) -> flo
 def device_times(graphs: Mapping[str, Captured], *, repeats: int = 25) -> dict[str, float]:
     """Median microseconds of one call of each.
 
-    Replays take turns, so that a drifting clock drifts for all alike, and each that counts follows one of its own: under a
-    power limit a kernel runs faster behind one that spares the card, and the same kernel differed by 4 % in two columns.
+    Replays take turns in changing order, so that a drifting clock drifts for all alike, and each that counts follows one
+    of its own: under a power limit a kernel runs faster behind one that spares the card. With either alone the same kernel
+    differed by 4 to 15 % in two columns.
     """
     times: dict[str, list[float]] = {name: [] for name in graphs}
+    order = random.Random(0)
+    names = list(graphs)
     for _ in range(repeats):
-        for name, captured in graphs.items():
-            captured.graph.replay()
-            times[name].append(captured.replay())
+        order.shuffle(names)
+        for name in names:
+            graphs[name].graph.replay()
+            times[name].append(graphs[name].replay())
     return {name: statistics.median(values) for name, values in times.items()}
 
 

@@ -1,0 +1,292 @@
+// The dp4a kernel for one token in a captured chain, and for one in floating point, which every block normalises and
+// quantises for itself: that takes less time than a kernel before it would.
+//
+// A block an SM. It copies its slice of the weights to shared memory before earlier kernels have to be finished: no
+// register waits for it, so the slices of several kernels of the chain are on their way at once. What the chain waits
+// for is then the one token's way through the kernel. Steps of the GPT-2 XL, H200, batch 1, single runs, small changes
+// included: norms in kernels of their own and weights in registers 1057 us; this with bulk copies by TMA 855, by
+// cp.async 831; a rehearsal of everything while earlier kernels run 896; products by mma.sync 1016 where dp4a with sums
+// over lanes took 944; successors let in after the own wait 975 instead of 865.
+#include <algorithm>
+
+#include "kernels/gemv.cuh"
+#include "kernels/row_pass.cuh"
+
+namespace octofuse::skinny {
+namespace {
+
+constexpr int kMostChannels = 128;      // of a block
+constexpr int kMostSlice = 100 << 10;   // bytes of weights: two kernels of the chain side by side
+constexpr int kMostShared = 160 << 10;  // bytes: slice and token
+constexpr int kAllStreams = 8;          // named barrier of the streaming threads
+constexpr int kEach = 2;                // channels of a lane at a time
+constexpr int kMostToken = 16384;       // columns of an int8 token
+constexpr int kNormColumns = 2048;      // of one in floating point
+constexpr int kCopyColumns = 4096;
+
+struct HeldArgs {
+  KernelArgs gemm;  // rows: channels of a block
+  int pitch;        // of the slice's rows
+  int log_lanes;    // lanes of a warp that have channels of their own
+  RowPassArgs rows;
+  bool per_token;  // the token finds its own scale
+};
+
+// Rows so far apart that what 8 lanes read at once lies in different banks: `lanes` rows, and 8 / lanes pieces of each.
+int pitch_of(int64_t k, int log_lanes) {
+  const int64_t apart = 8 >> std::min(log_lanes, 3);
+  return static_cast<int>((k / 16 + ((apart - k / 16) % 8 + 8) % 8) * 16);
+}
+
+// Lanes of a warp that have channels of their own, as a power of two.
+int lanes_of(int channels) {
+  int log = 0;
+  while (kEach << log < channels && log < 5) ++log;
+  return log;
+}
+
+// Waits for the streaming threads.
+__device__ inline void streams_meet() {
+  asm volatile("bar.sync %0, %1;" : : "n"(kAllStreams), "n"(kStreamThreads) : "memory");
+}
+
+// A token in floating point: the streaming threads normalise and quantise it. `memory`: the int8 values, and behind
+// them a norm's weight and bias.
+template <class T>
+class RowToken {
+  static constexpr int kNormPacks = kNormColumns / rows::kPack / kStreamThreads;  // of a thread
+  static constexpr int kCopyPacks = kCopyColumns / rows::kPack / kStreamThreads;
+
+ public:
+  __device__ RowToken(const HeldArgs& args, int8_t* memory)
+      : row_(args.rows), values_(memory), per_token_(args.per_token) {
+    row_.q = values_;
+    row_.scales = per_token_ ? token_scale() : nullptr;
+    row_.affine_type = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
+    row_.y = nullptr;  // what follows is known here, so that the code for it falls away
+    row_.sum = nullptr;
+    row_.residual = nullptr;
+    row_.q_group = 0;
+  }
+
+  static int bytes(const HeldArgs& args) {
+    const int affine = args.rows.norm == Norm::kNone ? 0 : 2 * static_cast<int>(sizeof(T));
+    return static_cast<int>(args.rows.cols) * (1 + affine);
+  }
+
+  // Takes what no earlier kernel writes: a norm's weight and bias, and a given scale.
+  __device__ void prefetch(int thread) {
+    if (row_.norm != Norm::kNone) {
+      rows::stage_affine<kStreamThreads>(row_, reinterpret_cast<char*>(values_) + row_.cols, thread);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    inverse_ = rows::given_inverse(row_);
+  }
+
+  // Behind this the slice has arrived too.
+  __device__ void prepare(int thread) {
+    __shared__ rows::Meeting<kStreamThreads, kNormColumns / 256> meeting;
+    const auto given = [this] { return inverse_; };
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+    wait_for_earlier_kernels();
+    if (row_.norm != Norm::kNone) {
+      rows::pass_row<T, rows::RowOp::kNorm, kStreamThreads, kNormPacks>(row_, given, 0, thread, meeting);
+    } else {
+      rows::pass_row<T, rows::RowOp::kCopy, kStreamThreads, kCopyPacks>(row_, given, 0, thread, meeting);
+    }
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    streams_meet();
+  }
+
+  __device__ const int8_t* data() const { return values_; }
+  __device__ float scale(float given) const { return per_token_ ? *token_scale() : given; }
+
+ private:
+  __device__ static float* token_scale() {
+    __shared__ float scale;
+    return &scale;
+  }
+
+  RowPassArgs row_;
+  int8_t* const values_;
+  const bool per_token_;
+  float inverse_ = 0.0F;  // 1 / the given scale
+};
+
+// A token that is int8 already, as RowToken.
+class GivenToken {
+ public:
+  __device__ GivenToken(const HeldArgs& args, int8_t* memory) : x_(args.gemm.x), k_(args.gemm.k), values_(memory) {}
+  static int bytes(const HeldArgs& args) { return args.gemm.k; }
+
+  __device__ void prefetch(int) {}
+  __device__ void prepare(int thread) {
+    wait_for_earlier_kernels();
+#pragma unroll 2
+    for (int at = thread * 16; at < k_; at += kStreamThreads * 16) {
+      *reinterpret_cast<uint4*>(values_ + at) = *reinterpret_cast<const uint4*>(x_ + at);
+    }
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    streams_meet();
+  }
+  __device__ const int8_t* data() const { return values_; }
+  __device__ float scale(float given) const { return given; }
+
+ private:
+  const int8_t* const x_;
+  const int k_;
+  int8_t* const values_;
+};
+
+// The block's rows of weights on their way to `slice`.
+__device__ void bring_slice(const HeldArgs& args, int n0, int channels, int thread, int8_t* slice) {
+  const KernelArgs& gemm = args.gemm;
+  const int8_t* const from = gemm.w + n0 * gemm.ldw;
+#pragma unroll 1
+  for (int n = thread / 32; n < channels; n += kStreams) {
+    for (int k = thread % 32 * 16; k < gemm.k; k += 512) {
+      rows::copy_async(slice + n * args.pitch + k, from + n * gemm.ldw + k, 16);
+    }
+  }
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// The sums over this warp's part of K to `sums` ([warp][channel]). A lane takes whole channels, kEach at a time: what
+// limits it is reading shared memory, and so a piece of the token serves for all of them. Where channels are too few
+// for 32 lanes, the others share K too.
+__device__ void multiply(const HeldArgs& args, const int8_t* token, const int8_t* slice, int channels, int thread,
+                         int32_t* sums) {
+  const int lane = thread % 32;
+  const int lanes = 1 << args.log_lanes;
+  const int step = (kStreamThreads * 16) >> args.log_lanes;
+#pragma unroll 1
+  for (int base = 0; base < channels; base += kEach * lanes) {
+    int32_t acc[kEach][2] = {};
+    const int n = base + (lane & (lanes - 1));
+    const int8_t* w[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) w[i] = slice + min(n + i * lanes, channels - 1) * args.pitch;
+#pragma unroll 4
+    for (int k = (thread >> args.log_lanes) * 16; k < args.gemm.k; k += step) {
+      const uint4 x = *reinterpret_cast<const uint4*>(token + k);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const uint4 v = *reinterpret_cast<const uint4*>(w[i] + k);
+        acc[i][0] = __dp4a(static_cast<int>(v.x), static_cast<int>(x.x), acc[i][0]);
+        acc[i][1] = __dp4a(static_cast<int>(v.y), static_cast<int>(x.y), acc[i][1]);
+        acc[i][0] = __dp4a(static_cast<int>(v.z), static_cast<int>(x.z), acc[i][0]);
+        acc[i][1] = __dp4a(static_cast<int>(v.w), static_cast<int>(x.w), acc[i][1]);
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) acc[i][0] += acc[i][1];
+#pragma unroll 1
+    for (int other = lanes; other < 32; other *= 2) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) acc[i][0] += __shfl_xor_sync(0xFFFFFFFFU, acc[i][0], other);
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (lane < lanes && n + i * lanes < channels) sums[thread / 32 * kMostChannels + n + i * lanes] = acc[i][0];
+    }
+  }
+}
+
+template <class Token>
+__global__ void __launch_bounds__(kThreads, 3) gemv_held(const __grid_constant__ HeldArgs args) {
+  extern __shared__ int4 memory[];
+  __shared__ TileVectors<1, kMostChannels> vectors;
+  __shared__ int32_t sums[kStreams * kMostChannels];
+  __shared__ float residuals[kMostChannels];
+  const KernelArgs& gemm = args.gemm;
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool brings = thread >= kStreamThreads;
+  const int n0 = static_cast<int>(blockIdx.x) * gemm.rows;
+  const int channels = min(gemm.rows, gemm.output.n - n0);
+  auto* const slice = reinterpret_cast<int8_t*>(memory);
+  Token token(args, slice + gemm.rows * args.pitch);
+  let_later_kernels_start();  // they wait for this one's end, and have time to load until then
+  if (brings) {
+    bring_vectors(gemm, n0, gemm.rows, thread % 32, residuals, vectors);
+  } else {
+    if (!gemm.constant_weight) wait_for_earlier_kernels();
+    token.prefetch(thread);
+    bring_slice(args, n0, channels, thread, slice);
+    token.prepare(thread);
+    multiply(args, token.data(), slice, channels, thread, sums);
+  }
+  __syncwarp();  // lanes have left their loops one by one
+  __syncthreads();
+  if (thread >= channels) return;
+  int32_t total = 0;
+#pragma unroll
+  for (int i = 0; i < kStreams; ++i) total += sums[i * kMostChannels + thread];
+  const Operands<1> operands{
+      {vectors.w_scale[thread]},     {token.scale(vectors.x_scale[0])},
+      {vectors.bias[thread]},        {gemm.epilogue.residual == nullptr ? -0.0F : residuals[thread]},
+      {vectors.minus_w_sum[thread]}, {vectors.x_zero[0]}};
+  finish_one(gemm.epilogue, gemm.output, gemm.output.offset(0, n0 + thread), total, operands, vectors.out_inverse,
+             true);
+}
+
+bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
+// An even share of the channels for every SM.
+int channels_of_block(int64_t n, int sm_count) { return static_cast<int>((n + sm_count - 1) / sm_count); }
+
+template <class Token>
+void launch(HeldArgs args, int device, bool chained, cudaStream_t stream) {
+  static DeviceFlags raised;
+  const auto* function = reinterpret_cast<const void*>(gemv_held<Token>);
+  KernelArgs& gemm = args.gemm;
+  gemm.rows = channels_of_block(gemm.output.n, device_capability(device).sm_count);
+  gemm.log_channels = 0;
+  while (1 << gemm.log_channels < gemm.rows) ++gemm.log_channels;
+  args.log_lanes = lanes_of(gemm.rows);
+  args.pitch = pitch_of(gemm.k, args.log_lanes);
+  const auto blocks = static_cast<unsigned>((gemm.output.n + gemm.rows - 1) / gemm.rows);
+  allow_shared_memory(function, kMostShared, device, raised);
+  launch_kernel("skinny", function, dim3(blocks), dim3(kThreads), gemm.rows * args.pitch + Token::bytes(args), dim3(1),
+                chained, &args, stream);
+}
+
+// A block's slice and its token fit, and can be copied 16 bytes at a time.
+bool fits(const GemmArgs& args, int device) {
+  const Capability& capability = device_capability(device);
+  if (capability.compute_capability != 90 || !capability.kernels_sm90a) return false;
+  const int channels = channels_of_block(args.n, capability.sm_count);
+  return args.m == 1 && args.k <= kMostToken && channels <= kMostChannels && channels * (args.k + 128) <= kMostSlice &&
+         aligned(args.w) && args.ldw % 16 == 0;
+}
+
+}  // namespace
+
+bool takes_held(const GemmArgs& args, int device) { return args.constant_weight && fits(args, device); }
+
+bool takes_rows(const RowPassArgs& rows, const GemmArgs& args, int device) {
+  if (rows.type == DType::kFloat32 || args.out_type == DType::kFloat32 || !fits(args, device)) return false;
+  if (rows.cols % 16 != 0 || rows.cols > (rows.norm == Norm::kNone ? kCopyColumns : kNormColumns)) return false;
+  const bool plain = rows.activation == Activation::kNone && rows.residual == nullptr && rows.sum == nullptr;
+  if (!plain || !aligned(rows.x)) return false;
+  if (rows.weight != nullptr && (rows.affine_type != rows.type || !aligned(rows.weight))) return false;
+  return rows.bias == nullptr || (rows.affine_type == rows.type && aligned(rows.bias));
+}
+
+void run_held(const GemmArgs& args, int device, cudaStream_t stream) {
+  HeldArgs held{};
+  held.gemm = kernel_args(args, true);
+  launch<GivenToken>(held, device, true, stream);
+}
+
+void run_rows(const RowPassArgs& rows, bool per_token, const GemmArgs& args, int device, cudaStream_t stream) {
+  const bool chained = is_chained(stream, device);
+  HeldArgs held{};
+  held.gemm = kernel_args(args, chained);
+  held.rows = rows;
+  held.per_token = per_token;
+  if (rows.type == DType::kFloat16) return launch<RowToken<__half>>(held, device, chained, stream);
+  launch<RowToken<__nv_bfloat16>>(held, device, chained, stream);
+}
+
+}  // namespace octofuse::skinny
