@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -68,6 +69,12 @@ def run_sanitizer(tool: str) -> dict:
         "summary": summary[-1] if summary else (run.stdout + run.stderr)[-1500:],
         "seconds": round(time.time() - began, 1),
     }
+    if run.returncode != 0:  # what was reported, and how often
+        reports = re.findall(
+            r"========= ((?:Uninit|Invalid|Error|Barrier|Host API|Race|.*memory access).*)", run.stdout
+        )
+        places = re.findall(r"=========     at (.*?)(?:\+0x.*)?$", run.stdout, re.MULTILINE)
+        outcome["reports"] = dict(Counter([*reports, *places]).most_common(12))
     print(tool, outcome, flush=True)
     return outcome
 

@@ -218,6 +218,20 @@ def test_logits(dtype: torch.dtype, vocabulary: int, width: int) -> None:
         decode.logits(x, w.float())
 
 
+def test_a_wrong_norm_is_refused_by_its_own_name() -> None:
+    x, w = torch.randn(2, 64), torch.ones(32, 64, dtype=torch.int8)
+    good = torch.ones(64)
+    for norm, error, message in (
+        ({"norm_weight": good[:-1]}, ValueError, r"norm_weight: expected a contiguous tensor of shape \[64\]"),
+        ({"norm_weight": good.half()}, TypeError, "norm_weight: expected dtype"),
+        ({"norm_weight": good, "norm_bias": good[:-1]}, ValueError, "norm_bias: expected a contiguous tensor"),
+    ):
+        with pytest.raises(error, match=message):
+            octofuse.quantized_linear(x, w, 0.01, norm="layer_norm", **norm)
+    with pytest.raises(ValueError, match="weight: expected a contiguous tensor"):
+        octofuse.layer_norm(x, good[:-1], good)
+
+
 @pytest.mark.gpu
 def test_wrong_tensors_are_refused_before_a_launch() -> None:
     cache = torch.zeros(2, 2, 3, 40, 16, dtype=torch.float16, device="cuda")
