@@ -98,9 +98,9 @@ def test_doctor_for_people() -> None:
 def test_demo() -> None:
     code, out, _ = call("demo", "--new-tokens", "8", "--evaluation-tokens", "2048", "--device", "cpu")
     assert code == 0
-    for row in ("perplexity", "all weights", "tokens/s", "time to first token", "inter-token latency"):
+    for row in ("perplexity", "weights, MB", "tokens/s", "first token, ms", "inter-token, ms", "transformers"):
         assert row in out
-    assert out.count("def read_config(path):") == 3
+    assert out.count("def read_config(path):") == 4
 
 
 def test_layout_show(tmp_path) -> None:

@@ -24,6 +24,10 @@ def models_of(scheme: str, device: str) -> tuple[nn.Module, nn.Module]:
     return plain, fuse_(copy.deepcopy(plain))
 
 
+def norm_of(x: Tensor, norm: torch.nn.LayerNorm) -> Tensor:
+    return octofuse.layer_norm(x, norm.weight, norm.bias, norm.eps) if x.is_cuda else norm(x)
+
+
 def by_parts(layer: Int8Linear, x: Tensor, **more) -> Tensor:
     scale = layer.input_scale
     q, scale = octofuse.quantize_per_token(x) if scale is None else (octofuse.quantize_per_tensor(x, scale), scale)
@@ -40,11 +44,11 @@ def test_a_fused_block_keeps_the_bits_of_its_parts(device: str, scheme: str, len
     width = fused.config.n_embd
     x = torch.randn(2, length, width, generator=torch.Generator().manual_seed(2)).to(device, fused.dtype)
     got = block(x)
-    normed = octofuse.layer_norm(x, block.ln_1.weight, block.ln_1.bias, block.ln_1.eps)
+    normed = norm_of(x, block.ln_1)
     q, k, v = by_parts(block.attn.c_attn, normed).view(2, length, 3, fused.config.n_head, -1).permute(2, 0, 3, 1, 4)
     attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=length > 1)
     h = by_parts(block.attn.c_proj, attended.transpose(1, 2).reshape(x.shape), residual=x)
-    normed = octofuse.layer_norm(h, block.ln_2.weight, block.ln_2.bias, block.ln_2.eps)
+    normed = norm_of(h, block.ln_2)
     out = block.mlp.c_proj
     if out.input_scale is None:
         hidden = by_parts(block.mlp.c_fc, normed, activation="gelu_tanh")

@@ -28,7 +28,7 @@ def demo(
     new_tokens: Annotated[int, typer.Option(min=2, help="tokens to generate")] = 48,
     evaluation_tokens: Annotated[int, typer.Option(min=512, help="held-out tokens for the perplexity")] = 24576,
 ) -> None:
-    """Quantise the embedded GPT-2 two ways and compare it with the original: accuracy, size, speed, text."""
+    """Quantise the embedded GPT-2 three ways and compare it with the original: accuracy, size, speed, text."""
     from octofuse.cli.demo import run_demo
 
     with _plain_errors():
