@@ -53,6 +53,12 @@ def run_tests(workers: int) -> dict:
             "seconds": round(time.time() - began, 1)}  # fmt: skip
 
 
+def reports_of(output: str) -> dict[str, int]:
+    """What compute-sanitizer reported and in which functions, and how often."""
+    lines = re.findall(r"^=========(?: |     at )(\w.*?)(?:\+0x[0-9a-f]+.*)?$", output, re.MULTILINE)
+    return dict(Counter(line for line in lines if "SANITIZER" not in line and "SUMMARY" not in line).most_common(12))
+
+
 def run_sanitizer(tool: str) -> dict:
     selection = TOOLS[tool]
     command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=octofuse", "--error-exitcode", "3",
@@ -69,12 +75,8 @@ def run_sanitizer(tool: str) -> dict:
         "summary": summary[-1] if summary else (run.stdout + run.stderr)[-1500:],
         "seconds": round(time.time() - began, 1),
     }
-    if run.returncode != 0:  # what was reported, and how often
-        reports = re.findall(
-            r"========= ((?:Uninit|Invalid|Error|Barrier|Host API|Race|.*memory access).*)", run.stdout
-        )
-        places = re.findall(r"=========     at (.*?)(?:\+0x.*)?$", run.stdout, re.MULTILINE)
-        outcome["reports"] = dict(Counter([*reports, *places]).most_common(12))
+    if run.returncode != 0:
+        outcome["reports"] = reports_of(run.stdout)
     print(tool, outcome, flush=True)
     return outcome
 

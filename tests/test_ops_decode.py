@@ -203,6 +203,7 @@ def test_logits(dtype: torch.dtype, vocabulary: int, width: int) -> None:
     device = torch.device("cuda")
     if not decode.takes_logits(device, dtype, width):
         pytest.skip("compute capability 9.0")
+    torch.manual_seed(width)
     x, w = torch.randn(130, width, device=device).to(dtype), torch.randn(vocabulary, width, device=device).to(dtype)
     got = decode.logits(x, w)
     want = x.double() @ w.double().t()

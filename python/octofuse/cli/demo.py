@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
@@ -22,7 +21,7 @@ from octofuse.cli.common import (
     pick_device,
 )
 from octofuse.generate import Generator
-from octofuse.models import GenerationSpeed, measure_generation, quantize_, weight_bytes
+from octofuse.models import measure_generation, quantize_, weight_bytes
 from octofuse.nn import Int8Linear
 from octofuse.quant import scheme_named
 
@@ -63,35 +62,30 @@ def run_demo(console: Console, device_name: str, new_tokens: int, max_tokens: in
 def _measure(name: str, model: Any, tokenizer: Any, tokens: torch.Tensor, new_tokens: int) -> dict[str, str]:
     prompt = encode(tokenizer, PROMPT).unsqueeze(0).to(next(model.parameters()).device)
     eager = measure_generation(model, prompt, new_tokens)
-    speed = _measure_generator(Generator(model), prompt, new_tokens)
+    generator = Generator(model)
+    first, total = (_seconds(generator, prompt, count) for count in (1, new_tokens))
     linears = [m for m in model.modules() if isinstance(m, Int8Linear) or type(m).__name__ == "Conv1D"]
     return {
         "name": name,
         "perplexity": f"{measure_perplexity(model, tokens, f'perplexity of {name}'):.3f}",
         "weights, MB": f"{weight_bytes(model) / 1e6:.2f}",
         "linears, MB": f"{sum(weight_bytes(linear) for linear in linears) / 1e6:.2f}",
-        "tokens/s": f"{speed.tokens_per_second:.0f}",
-        "first token, ms": f"{speed.first_token * 1e3:.2f}",
-        "inter-token, ms": f"{speed.inter_token * 1e3:.2f}",
+        "tokens/s": f"{new_tokens / total:.0f}",
+        "first token, ms": f"{first * 1e3:.2f}",
+        "inter-token, ms": f"{(total - first) / (new_tokens - 1) * 1e3:.2f}",
         "tokens/s, transformers": f"{eager.tokens_per_second:.0f}",
         "text": generate_text(model, tokenizer, PROMPT, new_tokens, 0.0, 0),
     }
 
 
-def _measure_generator(generator: Generator, prompt: torch.Tensor, new_tokens: int) -> GenerationSpeed:
-    """octofuse.generate, greedy; the fastest of three calls after one that captures its graphs."""
-
-    def seconds(count: int) -> float:
-        times = []
-        for _ in range(4):
-            began = time.perf_counter()
-            generator(prompt, count)
-            times.append(time.perf_counter() - began)
-        return min(times[1:])
-
-    first, total = seconds(1), seconds(new_tokens)
-    inter_token = (total - first) / (new_tokens - 1) if new_tokens > 1 else math.nan
-    return GenerationSpeed(first, inter_token, new_tokens / total, tuple(generator(prompt, new_tokens)[0]))
+def _seconds(generator: Generator, prompt: torch.Tensor, new_tokens: int) -> float:
+    """octofuse.generate, greedy: the fastest of three calls after one that captures its graphs."""
+    times = []
+    for _ in range(4):
+        began = time.perf_counter()
+        generator(prompt, new_tokens)
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
