@@ -54,34 +54,6 @@ void expect_same_device(const TensorView& tensor, const TensorView& reference) {
                      tensor.device_text());
 }
 
-std::vector<int64_t> shape_of(const TensorView& tensor) { return {tensor.dl.shape, tensor.dl.shape + tensor.ndim()}; }
-
-void expect_tensor(const TensorView& tensor, const std::vector<int64_t>& shape, const TensorView& reference) {
-  expect_same_device(tensor, reference);
-  if (shape_of(tensor) != shape || !tensor.is_contiguous()) {
-    refuse<ValueError>(tensor.name, "a contiguous tensor of shape " + text_of(shape), tensor.shape_text());
-  }
-}
-
-int64_t* expect_int64(const TensorView& tensor, const std::vector<int64_t>& shape, const TensorView& reference) {
-  if (tensor.dl.dtype.code != kDLInt || tensor.dl.dtype.bits != 64) {
-    refuse<TypeError>(tensor.name, "dtype int64", tensor.dtype_text());
-  }
-  expect_tensor(tensor, shape, reference);
-  return tensor.data<int64_t>();
-}
-
-void expect_half(const TensorView& tensor) {
-  expect_dtype(tensor, {DType::kFloat16, DType::kBFloat16});
-  expect_known_device(tensor);
-  if (tensor.on_cpu()) refuse<ValueError>(tensor.name, "a tensor on cuda", tensor.device_text());
-}
-
-void expect_aligned(const TensorView& tensor) {
-  if (reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0) return;
-  refuse<ValueError>(tensor.name, "data that starts at a multiple of 16 bytes", "a view into the middle of a tensor");
-}
-
 DType parse_dtype(const std::string& name, const char* argument, std::initializer_list<DType> allowed) {
   for (const DType type : allowed) {
     if (name == name_of(type)) return type;

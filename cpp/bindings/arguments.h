@@ -13,20 +13,11 @@ namespace octofuse {
 
 // "[2, 3]"
 std::string text_of(const std::vector<int64_t>& shape);
-std::vector<int64_t> shape_of(const TensorView& tensor);
 
 void expect_dtype(const TensorView& tensor, std::initializer_list<DType> allowed);
 void expect_same_device(const TensorView& tensor, const TensorView& reference);
 // cpu or cuda; anything else (and cuda in a CPU-only build) is refused.
 void expect_known_device(const TensorView& tensor);
-
-// A contiguous tensor of this shape on the device of `reference`.
-void expect_tensor(const TensorView& tensor, const std::vector<int64_t>& shape, const TensorView& reference);
-int64_t* expect_int64(const TensorView& tensor, const std::vector<int64_t>& shape, const TensorView& reference);
-// fp16 or bf16 on cuda.
-void expect_half(const TensorView& tensor);
-// Data that starts at a multiple of 16 bytes.
-void expect_aligned(const TensorView& tensor);
 
 DType parse_dtype(const std::string& name, const char* argument, std::initializer_list<DType> allowed);
 Activation parse_activation(py::handle name);

@@ -49,6 +49,33 @@ py::object quantized_linear(py::handle x, py::handle w, py::handle w_scale, py::
   return result;
 }
 
+// A contiguous tensor on the device of `reference`.
+void expect_tensor(const TensorView& tensor, const std::vector<int64_t>& shape, const TensorView& reference) {
+  expect_same_device(tensor, reference);
+  if (shape_of(tensor) != shape || !tensor.is_contiguous()) {
+    refuse<ValueError>(tensor.name, "a contiguous tensor of shape " + text_of(shape), tensor.shape_text());
+  }
+}
+
+int64_t* expect_int64(const TensorView& tensor, const std::vector<int64_t>& shape, const TensorView& reference) {
+  if (tensor.dl.dtype.code != kDLInt || tensor.dl.dtype.bits != 64) {
+    refuse<TypeError>(tensor.name, "dtype int64", tensor.dtype_text());
+  }
+  expect_tensor(tensor, shape, reference);
+  return tensor.data<int64_t>();
+}
+
+void expect_half(const TensorView& tensor) {
+  expect_dtype(tensor, {DType::kFloat16, DType::kBFloat16});
+  expect_known_device(tensor);
+  if (tensor.on_cpu()) refuse<ValueError>(tensor.name, "a tensor on cuda", tensor.device_text());
+}
+
+void expect_aligned(const TensorView& tensor) {
+  if (reinterpret_cast<uintptr_t>(tensor.data()) % 16 == 0) return;
+  refuse<ValueError>(tensor.name, "data that starts at a multiple of 16 bytes", "a view into the middle of a tensor");
+}
+
 // qkv [B, 3 * H * D], keys and values [B, H, C, D], places [B] -> [B, H * D] in qkv's dtype, or int8 by `scale`.
 // parts: fp32, attend_parts() of them; arrivals: int32 [B * H], zero.
 py::object attend_op(py::handle qkv_object, py::handle keys_object, py::handle values_object, py::handle places_object,

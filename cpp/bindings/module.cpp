@@ -16,7 +16,6 @@ PYBIND11_MODULE(_C, module) {
       PyErr_SetString(PyExc_RuntimeError, error.what());
     }
   });
-  octofuse::bind_blocks(module);
   octofuse::bind_decode(module);
   octofuse::bind_gemm(module);
   octofuse::bind_layout(module);

@@ -5,7 +5,6 @@
 
 namespace octofuse {
 
-void bind_blocks(pybind11::module_& module);
 void bind_decode(pybind11::module_& module);
 void bind_gemm(pybind11::module_& module);
 void bind_layout(pybind11::module_& module);

@@ -29,6 +29,8 @@ const void* parse_affine(py::handle object, const char* name, const char* weight
 
 }  // namespace
 
+std::vector<int64_t> shape_of(const TensorView& tensor) { return {tensor.dl.shape, tensor.dl.shape + tensor.ndim()}; }
+
 RowPassArgs checked_rows(const TensorView& x) {
   expect_dtype(x, kFloats);
   expect_known_device(x);

@@ -12,6 +12,8 @@ namespace octofuse {
 
 inline constexpr std::initializer_list<DType> kFloats = {DType::kFloat16, DType::kBFloat16, DType::kFloat32};
 
+std::vector<int64_t> shape_of(const TensorView& tensor);
+
 // x [..., K] in floating point, of a size that kernels can take.
 RowPassArgs checked_rows(const TensorView& x);
 // What a norm is given, weight and bias [K] or None, and what the caller calls these.

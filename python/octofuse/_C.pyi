@@ -74,26 +74,6 @@ def takes_logits(k: int, device: int) -> bool: ...
 def logits(x: Tensor, w: Tensor) -> Tensor: ...
 def choose(logits: Tensor, ids: Tensor, history: Tensor, counts: Tensor, places: Tensor, advance: bool) -> None: ...
 
-# bind_blocks.cpp
-def takes_blocks(layers: int, width: int, inner: int, heads: int, device: int) -> bool: ...
-def block_messages(layers: int, width: int, inner: int, heads: int, capacity: int) -> int: ...
-def decode_blocks(
-    ids: Tensor,
-    places: Tensor,
-    tokens: Tensor,
-    positions: Tensor,
-    weights: Tensor,
-    vectors: Tensor,
-    scales: Tensor,
-    norms: Tensor,
-    eps: Tensor,
-    pairs: Tensor,
-    messages: Tensor,
-    launches: Tensor,
-    activation: str | None,
-    final_norm: bool,
-) -> Tensor: ...
-
 # bind_layout.cpp
 def to_layout(matrix: Tensor, layout: str, engine: str) -> Tensor: ...
 def from_layout(data: Tensor, layout: str, rows: int, cols: int, engine: str) -> Tensor: ...

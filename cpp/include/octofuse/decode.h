@@ -66,32 +66,6 @@ struct LogitsArgs {
 bool takes_logits(int64_t k, int device);
 void logits(const LogitsArgs& args, int device, Stream stream);
 
-// All blocks of an int8 GPT-2, embedding included, for one token of one sequence. Its key and value go into `pairs`.
-struct DecodeArgs {
-  int layers = 0, width = 0, inner = 0, heads = 0, head_size = 0, capacity = 0;
-  DType type = DType::kFloat16;  // fp16 or bf16
-  Activation activation = Activation::kNone;
-  const int64_t* ids = nullptr;            // [1]
-  const int64_t* places = nullptr;         // [1], below capacity
-  const void* tokens = nullptr;            // [vocabulary, width], contiguous
-  const void* positions = nullptr;         // [positions, width], contiguous
-  const int8_t* const* weights = nullptr;  // [layers, 4]: qkv, projection, c_fc and c_proj of each, [N, K], contiguous
-  const float* vectors = nullptr;          // of each layer, of each of the four, w_scale [N] and bias [N]
-  const float* scales = nullptr;           // [layers, 4]: a static scale of its input; 0: each token finds its own
-  const void* norms = nullptr;             // [2 * layers + 1, 2, width]: weight and bias; the last is the final norm's
-  const float* eps = nullptr;              // [2 * layers + 1]
-  void* pairs = nullptr;                   // [layers, 2, heads, capacity, head_size]: keys and values, contiguous
-  bool final_norm = false;
-  void* out = nullptr;           // [width]: the last block's output, or its norm
-  uint64_t* messages = nullptr;  // decode_messages() words, zero at first; one launch at a time may use them
-  uint32_t* launches = nullptr;  // [2], zero at first
-};
-
-// Whether this build and device have the kernel, for a model of these sizes.
-bool takes_decode_blocks(const DecodeArgs& model, int device);
-int64_t decode_messages(const DecodeArgs& model);
-void decode_blocks(const DecodeArgs& model, int device, Stream stream);
-
 // The likeliest token of each row of logits, the first of equals; NaN is above all. It goes into ids[b] and
 // history[b, counts[b]], then counts[b] grows by one and places[b] by `advance`.
 struct ChooseArgs {

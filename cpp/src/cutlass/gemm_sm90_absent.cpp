@@ -39,11 +39,6 @@ bool run_few(const RowPassArgs&, cudaStream_t) { return false; }
 
 namespace octofuse {
 
-bool takes_decode_blocks(const DecodeArgs&, int) { return false; }
-int64_t decode_messages(const DecodeArgs&) { return 0; }
-void decode_blocks(const DecodeArgs&, int, Stream) {
-  throw RuntimeError("decode_blocks: this build holds no sm_90a kernels");
-}
 bool takes_logits(int64_t, int) { return false; }
 void logits(const LogitsArgs&, int, Stream) { throw RuntimeError("logits: this build holds no sm_90a kernels"); }
 

@@ -35,9 +35,6 @@ int cublaslt_algorithms(const OrderedGemm&, int) { absent(); }
 void run_gemm_ordered(const OrderedGemm&, int, int, Stream, const Allocator&) { absent(); }
 int64_t attend_parts(int64_t, int64_t, int64_t, int64_t) { absent(); }
 void attend(const AttendArgs&, int, Stream) { absent(); }
-bool takes_decode_blocks(const DecodeArgs&, int) { return false; }
-int64_t decode_messages(const DecodeArgs&) { absent(); }
-void decode_blocks(const DecodeArgs&, int, Stream) { absent(); }
 bool takes_logits(int64_t, int) { return false; }
 void logits(const LogitsArgs&, int, Stream) { absent(); }
 void embed(const EmbedArgs&, int, Stream) { absent(); }

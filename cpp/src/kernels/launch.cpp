@@ -87,21 +87,4 @@ void launch_kernel(const char* name, const void* function, dim3 grid, dim3 block
   if (status != cudaSuccess) throw_launch_error(name, cudaGetErrorString(status));
 }
 
-void launch_together(const char* name, const void* function, dim3 grid, dim3 block, int shared_bytes, void* args,
-                     cudaStream_t stream) {
-  cudaLaunchAttribute cooperative{};
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  config.attrs = &cooperative;
-  config.numAttrs = 1;
-  void* pointers[] = {args};
-  const cudaError_t status = cudaLaunchKernelExC(&config, function, pointers);
-  if (status != cudaSuccess) throw_launch_error(name, cudaGetErrorString(status));
-}
-
 }  // namespace octofuse

@@ -31,10 +31,6 @@ bool is_chained(cudaStream_t stream, int device);
 void launch_kernel(const char* name, const void* function, dim3 grid, dim3 block, int shared_bytes, dim3 cluster,
                    bool overlap, void* args, cudaStream_t stream);
 
-// One launch whose blocks run side by side from beginning to end, and may wait for each other. Throws if they cannot.
-void launch_together(const char* name, const void* function, dim3 grid, dim3 block, int shared_bytes, void* args,
-                     cudaStream_t stream);
-
 // Where a tile's epilogue writes (tile_epilogue.cuh).
 struct TileOutput {
   void* out;

@@ -20,7 +20,6 @@ from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 from octofuse import ops
 from octofuse.models import gpt2
-from octofuse.models.one_token import OneToken
 from octofuse.nn import Int8Linear
 from octofuse.nn.linear import weight_of
 from octofuse.ops import decode
@@ -40,7 +39,6 @@ class Cache:
 
     pairs: Tensor
     scratch: tuple[Tensor, Tensor] | None  # of decode.attend
-    messages: tuple[Tensor, Tensor] | None  # of OneToken
     head_rows: Tensor | None  # HEAD_ROWS rows for an output head in cuBLAS, zero
 
     @property
@@ -73,7 +71,6 @@ class Decoder:
         self.blocks = [Block(block, self.activation, self.dtype) for block in body.h]
         self.fused = decode.serves(self.device, self.dtype, self.width // self.heads, self.width)
         self.streams_head = decode.takes_logits(self.device, self.dtype, self.width)
-        self.one_token = OneToken.of(self.blocks, self.norm, self.heads, self.dtype, self.head.int8 is None)
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """Room for `capacity` positions of `batch` sequences, all zero."""
@@ -84,8 +81,7 @@ class Decoder:
         scratch = decode.attend_scratch(batch, self.heads, size, capacity, self.device) if self.fused else None
         pads = self.device.type == "cuda" and not self.streams_head
         rows = self.tokens.new_zeros(HEAD_ROWS, self.width) if pads else None
-        messages = self.one_token.scratch(self.heads, capacity) if self.one_token is not None and batch == 1 else None
-        return Cache(pairs, scratch, messages, rows)
+        return Cache(pairs, scratch, rows)
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor, cache: Cache) -> Tensor:
@@ -115,9 +111,6 @@ class Decoder:
 
         Its keys and values go into the cache. Nothing waits for the host: a CUDA graph can record it.
         """
-        if self.one_token is not None and cache.messages is not None:
-            x = self.one_token(ids, places, self.tokens, self.places, cache.pairs, cache.messages)
-            return self._logits(x, cache, normed=self.one_token.final_norm)
         if cache.scratch is None:
             attend = self._attend_by_mask(places, cache)
         else:
@@ -160,10 +153,10 @@ class Decoder:
         """[B, H, T, D] -> [B * T, H * D]."""
         return attended.transpose(1, 2).reshape(-1, self.width)
 
-    def _logits(self, x: Tensor, cache: Cache, *, normed: bool = False) -> Tensor:
+    def _logits(self, x: Tensor, cache: Cache) -> Tensor:
         if self.head.int8 is not None:
             return self.head(x, norm=self.norm)
-        x = x if normed else _layer_norm(x, self.norm)
+        x = _layer_norm(x, self.norm)
         if self.streams_head:
             return decode.logits(x, self.head.weight)
         if cache.head_rows is None:
