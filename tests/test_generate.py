@@ -13,6 +13,7 @@ from helpers import DEVICES
 from octofuse.generate import Generator, Sampling, generate
 from octofuse.models import quantize_
 from octofuse.models.decoder import Decoder
+from octofuse.ops import decode
 from test_models import ids, small_gpt2
 
 SCHEMES = (None, "w8a8-dynamic", "w8a8-static", "w8a8-static-smooth")
@@ -167,6 +168,18 @@ def test_an_int8_head_and_long_prompts_in_one_batch(device: str) -> None:
     assert together == [run([prompt], 18)[0] for prompt in prompts]
     if device == "cpu":
         assert together[1] == by_transformers(model, prompts[1], 18)
+
+
+@pytest.mark.gpu
+def test_a_head_without_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below compute capability 9.0 the head's logits come from cuBLAS: the same for a prompt, whatever stands beside it."""
+    monkeypatch.setattr(decode, "takes_logits", lambda *_: False)
+    generator = Generator(model_of("w8a8-static", "cuda"))
+    assert generator.decoder.streams_head is False
+    together = generator(PROMPTS, 12)
+    assert together == [generator([prompt], 12)[0] for prompt in PROMPTS]
+    monkeypatch.undo()
+    assert [row[:3] for row in Generator(model_of("w8a8-static", "cuda"))(PROMPTS, 12)] == [row[:3] for row in together]
 
 
 def test_wrong_input_is_refused_by_name() -> None:

@@ -8,8 +8,6 @@
 namespace octofuse::skinny {
 namespace {
 
-constexpr int kSpan = 512;  // bytes of a row that a warp reads at once
-
 // The one output of the tile that a thread finishes, if it has one. Of every k_warps warps `rows` channels, whose
 // partial sums lie kRows apart, and those of tokens kMost.
 template <int kRows, int kMost>
@@ -21,68 +19,6 @@ struct OneOutput {
     n = thread & ((1 << args.log_channels) - 1);
     const int group = n / args.rows;
     parts = m * kMost + (group << args.log_k_warps) * kRows + n - group * args.rows;
-  }
-};
-
-// A warp's rows of weights, in steps of kSpan bytes times the warps that share K.
-template <int kTokens, int kRows>
-struct Stream {
-  const KernelArgs& args;
-  int rows, k, step;  // this warp's rows that exist; this lane's place in them, and from one to the next
-  const int8_t* row;  // the first of them
-  uint4 w[kRows];
-  int32_t acc[kRows][kTokens] = {};
-
-  __device__ Stream(const KernelArgs& args, int n, int k)
-      : args(args),
-        rows(min(args.rows, args.output.n - n)),
-        k(k),
-        step(kSpan << args.log_k_warps),
-        row(args.w + static_cast<int64_t>(n) * args.ldw) {}
-
-  __device__ void load() {
-    const int8_t* at = row + k;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      w[i] = load_or_zero(at, i < rows && k < args.k);
-      at += args.ldw;
-    }
-  }
-
-  __device__ void multiply() {
-#pragma unroll 1
-    while (k < args.k) {
-      uint4 x[kTokens];
-#pragma unroll
-      for (int m = 0; m < kTokens; ++m) x[m] = load_or_zero(args.x + m * args.ldx + k, m < args.output.m);
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-        for (int m = 0; m < kTokens; ++m) {
-          acc[i][m] = __dp4a(static_cast<int>(w[i].x), static_cast<int>(x[m].x), acc[i][m]);
-          acc[i][m] = __dp4a(static_cast<int>(w[i].y), static_cast<int>(x[m].y), acc[i][m]);
-          acc[i][m] = __dp4a(static_cast<int>(w[i].z), static_cast<int>(x[m].z), acc[i][m]);
-          acc[i][m] = __dp4a(static_cast<int>(w[i].w), static_cast<int>(x[m].w), acc[i][m]);
-        }
-      }
-      k += step;
-      load();
-    }
-    __syncwarp();
-  }
-
-  // The warp's sums to `sums` ([token][pitch]), lane by lane.
-  __device__ void store(int32_t* sums, int pitch, int lane) {
-#pragma unroll
-    for (int m = 0; m < kTokens; ++m) {
-      int32_t mine = 0;
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const int32_t sum = __reduce_add_sync(0xFFFFFFFFU, acc[i][m]);
-        if (lane == i) mine = sum;
-      }
-      if (lane < kRows) sums[m * pitch + lane] = mine;
-    }
   }
 };
 
@@ -105,7 +41,7 @@ __device__ void stream_rows(const KernelArgs& args, int n0, int32_t* sums, int p
   stream.load();
   share.find(args, thread);
   wait_for_earlier_kernels();
-  stream.multiply();
+  stream.multiply(args.x, args.ldx);
   stream.store(sums + warp * kRows, pitch, thread % 32);
 }
 

@@ -1,9 +1,74 @@
-// What the dp4a kernels share: the vectors of a block's few outputs, and the formula over one of them a thread.
+// What the dp4a kernels share: a warp's way through its weights, the vectors of a block's few outputs, and the formula
+// over one of them a thread.
 #pragma once
 
 #include "kernels/skinny.cuh"
 
 namespace octofuse::skinny {
+
+constexpr int kSpan = 512;  // bytes of a row that a warp reads at once
+
+// A warp's rows of weights, in steps of kSpan bytes times the warps that share K.
+template <int kTokens, int kRows>
+struct Stream {
+  const KernelArgs& args;
+  int rows, k, step;  // this warp's rows that exist; this lane's place in them, and from one to the next
+  const int8_t* row;  // the first of them
+  uint4 w[kRows];
+  int32_t acc[kRows][kTokens] = {};
+
+  __device__ Stream(const KernelArgs& args, int n, int k)
+      : args(args),
+        rows(min(args.rows, args.output.n - n)),
+        k(k),
+        step(kSpan << args.log_k_warps),
+        row(args.w + static_cast<int64_t>(n) * args.ldw) {}
+
+  __device__ void load() {
+    const int8_t* at = row + k;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      w[i] = load_or_zero(at, i < rows && k < args.k);
+      at += args.ldw;
+    }
+  }
+
+  __device__ void multiply(const int8_t* tokens, int64_t ldx) {
+#pragma unroll 1
+    while (k < args.k) {
+      uint4 x[kTokens];
+#pragma unroll
+      for (int m = 0; m < kTokens; ++m) x[m] = load_or_zero(tokens + m * ldx + k, m < args.output.m);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int m = 0; m < kTokens; ++m) {
+          acc[i][m] = __dp4a(static_cast<int>(w[i].x), static_cast<int>(x[m].x), acc[i][m]);
+          acc[i][m] = __dp4a(static_cast<int>(w[i].y), static_cast<int>(x[m].y), acc[i][m]);
+          acc[i][m] = __dp4a(static_cast<int>(w[i].z), static_cast<int>(x[m].z), acc[i][m]);
+          acc[i][m] = __dp4a(static_cast<int>(w[i].w), static_cast<int>(x[m].w), acc[i][m]);
+        }
+      }
+      k += step;
+      load();
+    }
+    __syncwarp();
+  }
+
+  // The warp's sums to `sums` ([token][pitch]), lane by lane.
+  __device__ void store(int32_t* sums, int pitch, int lane) {
+#pragma unroll
+    for (int m = 0; m < kTokens; ++m) {
+      int32_t mine = 0;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int32_t sum = __reduce_add_sync(0xFFFFFFFFU, acc[i][m]);
+        if (lane == i) mine = sum;
+      }
+      if (lane < kRows) sums[m * pitch + lane] = mine;
+    }
+  }
+};
 
 // What the vector warp brings: the tile's vectors, those of the weights before earlier kernels have to be finished, and
 // its residual in fp32, [token][rows].

@@ -10,7 +10,7 @@
 #include <algorithm>
 
 #include "kernels/gemv.cuh"
-#include "kernels/row_pass.cuh"
+#include "kernels/row_token.cuh"
 
 namespace octofuse::skinny {
 namespace {
@@ -18,18 +18,12 @@ namespace {
 constexpr int kMostChannels = 128;      // of a block
 constexpr int kMostSlice = 100 << 10;   // bytes of weights: two kernels of the chain side by side
 constexpr int kMostShared = 160 << 10;  // bytes: slice and token
-constexpr int kAllStreams = 8;          // named barrier of the streaming threads
 constexpr int kEach = 2;                // channels of a lane at a time
 constexpr int kMostToken = 16384;       // columns of an int8 token
-constexpr int kNormColumns = 2048;      // of one in floating point
-constexpr int kCopyColumns = 4096;
 
-struct HeldArgs {
-  KernelArgs gemm;  // rows: channels of a block
-  int pitch;        // of the slice's rows
-  int log_lanes;    // lanes of a warp that have channels of their own
-  RowPassArgs rows;
-  bool per_token;  // the token finds its own scale
+struct HeldArgs : TokenArgs {  // gemm.rows: channels of a block
+  int pitch = 0;               // of the slice's rows
+  int log_lanes = 0;           // lanes of a warp that have channels of their own
 };
 
 // Rows so far apart that what 8 lanes read at once lies in different banks: `lanes` rows, and 8 / lanes pieces of each.
@@ -45,75 +39,15 @@ int lanes_of(int channels) {
   return log;
 }
 
-// Waits for the streaming threads.
-__device__ inline void streams_meet() {
-  asm volatile("bar.sync %0, %1;" : : "n"(kAllStreams), "n"(kStreamThreads) : "memory");
-}
-
-// A token in floating point: the streaming threads normalise and quantise it. `memory`: the int8 values, and behind
-// them a norm's weight and bias.
+// A token in floating point.
 template <class T>
-class RowToken {
-  static constexpr int kNormPacks = kNormColumns / rows::kPack / kStreamThreads;  // of a thread
-  static constexpr int kCopyPacks = kCopyColumns / rows::kPack / kStreamThreads;
-
+class OwnToken : public RowToken<T> {
  public:
-  __device__ RowToken(const HeldArgs& args, int8_t* memory)
-      : row_(args.rows), values_(memory), per_token_(args.per_token) {
-    row_.q = values_;
-    row_.scales = per_token_ ? token_scale() : nullptr;
-    row_.affine_type = std::is_same_v<T, __half> ? DType::kFloat16 : DType::kBFloat16;
-    row_.y = nullptr;  // what follows is known here, so that the code for it falls away
-    row_.sum = nullptr;
-    row_.residual = nullptr;
-    row_.q_group = 0;
-  }
-
-  static int bytes(const HeldArgs& args) {
-    const int affine = args.rows.norm == Norm::kNone ? 0 : 2 * static_cast<int>(sizeof(T));
-    return static_cast<int>(args.rows.cols) * (1 + affine);
-  }
-
-  // Takes what no earlier kernel writes: a norm's weight and bias, and a given scale.
-  __device__ void prefetch(int thread) {
-    if (row_.norm != Norm::kNone) {
-      rows::stage_affine<kStreamThreads>(row_, reinterpret_cast<char*>(values_) + row_.cols, thread);
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-    inverse_ = rows::given_inverse(row_);
-  }
-
-  // Behind this the slice has arrived too.
-  __device__ void prepare(int thread) {
-    __shared__ rows::Meeting<kStreamThreads, kNormColumns / 256> meeting;
-    const auto given = [this] { return inverse_; };
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
-    wait_for_earlier_kernels();
-    if (row_.norm != Norm::kNone) {
-      rows::pass_row<T, rows::RowOp::kNorm, kStreamThreads, kNormPacks>(row_, given, 0, thread, meeting);
-    } else {
-      rows::pass_row<T, rows::RowOp::kCopy, kStreamThreads, kCopyPacks>(row_, given, 0, thread, meeting);
-    }
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-    streams_meet();
-  }
-
-  __device__ const int8_t* data() const { return values_; }
-  __device__ float scale(float given) const { return per_token_ ? *token_scale() : given; }
-
- private:
-  __device__ static float* token_scale() {
-    __shared__ float scale;
-    return &scale;
-  }
-
-  RowPassArgs row_;
-  int8_t* const values_;
-  const bool per_token_;
-  float inverse_ = 0.0F;  // 1 / the given scale
+  __device__ OwnToken(const HeldArgs& args, int8_t* memory) : RowToken<T>(args.rows, args.per_token, memory) {}
+  static int bytes(const HeldArgs& args) { return static_cast<int>(args.rows.cols); }
 };
 
-// A token that is int8 already, as RowToken.
+// A token that is int8 already.
 class GivenToken {
  public:
   __device__ GivenToken(const HeldArgs& args, int8_t* memory) : x_(args.gemm.x), k_(args.gemm.k), values_(memory) {}
@@ -121,13 +55,10 @@ class GivenToken {
 
   __device__ void prefetch(int) {}
   __device__ void prepare(int thread) {
-    wait_for_earlier_kernels();
 #pragma unroll 2
     for (int at = thread * 16; at < k_; at += kStreamThreads * 16) {
       *reinterpret_cast<uint4*>(values_ + at) = *reinterpret_cast<const uint4*>(x_ + at);
     }
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-    streams_meet();
   }
   __device__ const int8_t* data() const { return values_; }
   __device__ float scale(float given) const { return given; }
@@ -148,7 +79,6 @@ __device__ void bring_slice(const HeldArgs& args, int n0, int channels, int thre
       rows::copy_async(slice + n * args.pitch + k, from + n * gemm.ldw + k, 16);
     }
   }
-  asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 // The sums over this warp's part of K to `sums` ([warp][channel]). A lane takes whole channels, kEach at a time: what
@@ -213,7 +143,10 @@ __global__ void __launch_bounds__(kThreads, 3) gemv_held(const __grid_constant__
     if (!gemm.constant_weight) wait_for_earlier_kernels();
     token.prefetch(thread);
     bring_slice(args, n0, channels, thread, slice);
+    wait_for_earlier_kernels();
     token.prepare(thread);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    streams_meet();
     multiply(args, token.data(), slice, channels, thread, sums);
   }
   __syncwarp();  // lanes have left their loops one by one
@@ -266,7 +199,9 @@ bool takes_held(const GemmArgs& args, int device) { return args.constant_weight 
 
 bool takes_rows(const RowPassArgs& rows, const GemmArgs& args, int device) {
   if (rows.type == DType::kFloat32 || args.out_type == DType::kFloat32 || !fits(args, device)) return false;
-  if (rows.cols % 16 != 0 || rows.cols > (rows.norm == Norm::kNone ? kCopyColumns : kNormColumns)) return false;
+  if (rows.cols % 16 != 0 ||
+      rows.cols > (rows.norm == Norm::kNone ? RowToken<__half>::kCopyColumns : RowToken<__half>::kNormColumns))
+    return false;
   const bool plain = rows.activation == Activation::kNone && rows.residual == nullptr && rows.sum == nullptr;
   if (!plain || !aligned(rows.x)) return false;
   if (rows.weight != nullptr && (rows.affine_type != rows.type || !aligned(rows.weight))) return false;
@@ -274,19 +209,22 @@ bool takes_rows(const RowPassArgs& rows, const GemmArgs& args, int device) {
 }
 
 void run_held(const GemmArgs& args, int device, cudaStream_t stream) {
-  HeldArgs held{};
-  held.gemm = kernel_args(args, true);
-  launch<GivenToken>(held, device, true, stream);
+  HeldArgs token{};
+  token.gemm = kernel_args(args, true);
+  if (takes_near(args, device)) return run_near(token, device, true, stream);
+  launch<GivenToken>(token, device, true, stream);
 }
 
 void run_rows(const RowPassArgs& rows, bool per_token, const GemmArgs& args, int device, cudaStream_t stream) {
   const bool chained = is_chained(stream, device);
-  HeldArgs held{};
-  held.gemm = kernel_args(args, chained);
-  held.rows = rows;
-  held.per_token = per_token;
-  if (rows.type == DType::kFloat16) return launch<RowToken<__half>>(held, device, chained, stream);
-  launch<RowToken<__nv_bfloat16>>(held, device, chained, stream);
+  HeldArgs token{};
+  token.gemm = kernel_args(args, chained);
+  token.type = rows.type;
+  token.rows = rows;
+  token.per_token = per_token;
+  if (takes_near(args, device)) return run_near(token, device, chained, stream);
+  if (rows.type == DType::kFloat16) return launch<OwnToken<__half>>(token, device, chained, stream);
+  launch<OwnToken<__nv_bfloat16>>(token, device, chained, stream);
 }
 
 }  // namespace octofuse::skinny

@@ -59,7 +59,7 @@ bool is_chained(cudaStream_t stream, int device) {
 
 void launch_kernel(const char* name, const void* function, dim3 grid, dim3 block, int shared_bytes, dim3 cluster,
                    bool overlap, void* args, cudaStream_t stream) {
-  cudaLaunchAttribute attributes[2];
+  cudaLaunchAttribute attributes[3];
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
@@ -74,10 +74,16 @@ void launch_kernel(const char* name, const void* function, dim3 grid, dim3 block
     attribute.val.clusterDim.z = cluster.z;
   }
   if (overlap) {
-    // An SM takes a kernel that wants another split of its memory only when it has become idle.
-    const cudaError_t split =
-        cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    if (split != cudaSuccess) throw_launch_error(name, cudaGetErrorString(split));
+#if CUDART_VERSION >= 13000
+    // An SM takes a kernel that wants another split of its memory only when it has become idle. Where it takes several
+    // blocks one after the other, a larger cache counts for more.
+    constexpr unsigned kFewBlocks = 264;
+    if (grid.x * grid.y * grid.z <= kFewBlocks) {
+      cudaLaunchAttribute& split = attributes[config.numAttrs++];
+      split.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+      split.val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+    }
+#endif
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

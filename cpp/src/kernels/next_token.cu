@@ -1,4 +1,5 @@
 // The two ends of a decoding step: tokens to rows, and logits to tokens.
+#include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
 #include "kernels/launch.h"
@@ -13,6 +14,7 @@ using rows::Pack;
 
 constexpr int kEmbedThreads = 128;
 constexpr int kChooseThreads = 1024;
+constexpr int kParts = 8;  // blocks that share a row of logits, where a cluster of them can
 
 template <class T>
 __global__ void __launch_bounds__(kEmbedThreads) embed_kernel(const EmbedArgs args) {
@@ -77,11 +79,31 @@ __device__ inline uint64_t highest_of_warp(uint64_t best) {
   return best;
 }
 
-// One block a row: whole packs where they are aligned, single logits before and behind them.
+// The best of all blocks of this one's cluster, in thread 0 of the first, of what thread 0 of each has. All of
+// them have arrived at its barrier before, which says that they run.
+__device__ inline uint64_t highest_of_cluster(uint64_t best, int part) {
+#if __CUDA_ARCH__ >= 900
+  __shared__ uint64_t of_part[kParts];
+  const auto cluster = cooperative_groups::this_cluster();
+  cluster.barrier_wait();
+  if (threadIdx.x == 0) *cluster.map_shared_rank(of_part + part, 0) = best;
+  cluster.sync();
+  if (part == 0 && threadIdx.x < 32) best = highest_of_warp(threadIdx.x < kParts ? of_part[threadIdx.x] : 0);
+#endif
+  return best;
+}
+
+// A block or a cluster of them a row: whole packs where they are aligned, single logits before and behind them.
 template <class T>
 __global__ void __launch_bounds__(kChooseThreads) choose_kernel(const ChooseArgs args) {
   __shared__ uint64_t of_warp[kChooseThreads / 32];
-  const int thread = static_cast<int>(threadIdx.x);
+  const int parts = static_cast<int>(gridDim.y);
+  const int part = static_cast<int>(blockIdx.y);
+  const int threads = static_cast<int>(blockDim.x) * parts;
+  const int thread = static_cast<int>(blockDim.x) * part + static_cast<int>(threadIdx.x);
+#if __CUDA_ARCH__ >= 900
+  if (parts > 1) cooperative_groups::this_cluster().barrier_arrive();
+#endif
   wait_for_earlier_kernels();
   let_later_kernels_start();
   const int64_t row = blockIdx.x;
@@ -98,16 +120,16 @@ __global__ void __launch_bounds__(kChooseThreads) choose_kernel(const ChooseArgs
   const auto* const middle = reinterpret_cast<const uint4*>(logits + before);
   Likeliest mine;
   if (thread < before) mine.take(to_float(logits[thread]), thread);
-  constexpr int kAtOnce = 8;
+  constexpr int kAtOnce = 4;
   int best_pack = -1;  // the pack that holds the likeliest so far
 #pragma unroll 1
-  for (int first = thread; first < packs; first += kAtOnce * kChooseThreads) {
+  for (int first = thread; first < packs; first += kAtOnce * threads) {
     uint4 loaded[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) loaded[i] = middle[min(first + i * kChooseThreads, packs - 1)];
+    for (int i = 0; i < kAtOnce; ++i) loaded[i] = middle[min(first + i * threads, packs - 1)];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int pack = min(first + i * kChooseThreads, packs - 1);  // the last one again, if need be
+      const int pack = min(first + i * threads, packs - 1);  // the last one again, if need be
       if (mine.take(highest_of_pack<T>(loaded[i]), before + pack * kPack)) best_pack = pack;
     }
   }
@@ -120,10 +142,11 @@ __global__ void __launch_bounds__(kChooseThreads) choose_kernel(const ChooseArgs
   const int behind = before + packs * kPack + thread;
   if (behind < args.vocabulary) mine.take(to_float(logits[behind]), behind);
   uint64_t best = highest_of_warp(mine.rank());
-  if (thread % 32 == 0) of_warp[thread / 32] = best;
+  const unsigned own = threadIdx.x;
+  if (own % 32 == 0) of_warp[own / 32] = best;
   __syncthreads();
-  if (thread >= 32) return;
-  best = highest_of_warp(of_warp[thread]);
+  if (own < 32) best = highest_of_warp(own < blockDim.x / 32 ? of_warp[own] : 0);
+  if (parts > 1) best = highest_of_cluster(best, part);
   if (thread != 0) return;
   const int64_t chosen = static_cast<int64_t>(~static_cast<uint32_t>(best));
   args.ids[row] = chosen;
@@ -133,12 +156,12 @@ __global__ void __launch_bounds__(kChooseThreads) choose_kernel(const ChooseArgs
 }
 
 template <class Args>
-void launch(const char* name, const void* kernel, int threads, Args args, int device, Stream stream) {
+void launch(const char* name, const void* kernel, int threads, unsigned parts, Args args, int device, Stream stream) {
   if (args.batch == 0) return;
   const DeviceGuard guard(device);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  launch_kernel(name, kernel, dim3(static_cast<unsigned>(args.batch)), dim3(static_cast<unsigned>(threads)), 0, dim3(1),
-                is_chained(cuda_stream, device), &args, cuda_stream);
+  launch_kernel(name, kernel, dim3(static_cast<unsigned>(args.batch), parts), dim3(static_cast<unsigned>(threads)), 0,
+                dim3(1, parts), is_chained(cuda_stream, device), &args, cuda_stream);
 }
 
 }  // namespace
@@ -146,13 +169,16 @@ void launch(const char* name, const void* kernel, int threads, Args args, int de
 void embed(const EmbedArgs& args, int device, Stream stream) {
   const void* kernel = args.type == DType::kFloat16 ? reinterpret_cast<const void*>(embed_kernel<__half>)
                                                     : reinterpret_cast<const void*>(embed_kernel<__nv_bfloat16>);
-  launch("embed", kernel, kEmbedThreads, args, device, stream);
+  launch("embed", kernel, kEmbedThreads, 1, args, device, stream);
 }
 
 void choose(const ChooseArgs& args, int device, Stream stream) {
   const void* kernel = args.type == DType::kFloat16 ? reinterpret_cast<const void*>(choose_kernel<__half>)
                                                     : reinterpret_cast<const void*>(choose_kernel<__nv_bfloat16>);
-  launch("choose", kernel, kChooseThreads, args, device, stream);
+  const Capability& capability = device_capability(device);
+  const bool clusters = capability.compute_capability == 90 && capability.kernels_sm90a;
+  const unsigned parts = clusters ? kParts : 1;
+  launch("choose", kernel, clusters ? kChooseThreads / 4 : kChooseThreads, parts, args, device, stream);
 }
 
 }  // namespace octofuse

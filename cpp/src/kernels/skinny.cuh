@@ -1,12 +1,13 @@
 // What the kernels for few tokens share: 8 warps of a block stream weights, each thread loading straight into the
-// registers that it multiplies from, and a ninth brings the tile's scales meanwhile. Measured on an H200 and left out:
-// the ninth rehearsing the epilogue as the wgmma kernel's does (the others then wait for it: 0.4 us at 1 x 768 x 768),
-// and no ninth, for the registers' sake (0.3 us slower in a chain at 1 x 2304 x 768).
+// registers that it multiplies from (gemv_held.cu: into shared memory), and a ninth brings the tile's scales meanwhile.
+// Measured on an H200 and left out: the ninth rehearsing the epilogue as the wgmma kernel's does (the others then wait
+// for it: 0.4 us at 1 x 768 x 768), and no ninth, for the registers' sake (0.3 us slower in a chain at 1 x 2304 x 768).
 #pragma once
 
 #include "kernels/gemm_skinny.h"
 #include "kernels/launch.h"
 #include "kernels/tile_epilogue.cuh"
+#include "octofuse/row_pass.h"
 
 namespace octofuse::skinny {
 
@@ -33,11 +34,24 @@ inline KernelArgs kernel_args(const GemmArgs& args, bool chained) {
           0,      args.epilogue, output_of(args), constant};
 }
 
+// One token: int8 (type) as `gemm` has it, or in floating point, as `rows` describes it; per_token: it finds its own
+// scale.
+struct TokenArgs {
+  KernelArgs gemm;
+  DType type = DType::kInt8;
+  RowPassArgs rows;
+  bool per_token = false;
+};
+
 __device__ inline uint4 load_or_zero(const int8_t* address, bool inside) {
   uint4 v = make_uint4(0, 0, 0, 0);
   if (inside) v = *reinterpret_cast<const uint4*>(address);  // never __ldg: see scale_at
   return v;
 }
+
+// gemv_near.cu: one token and few weights.
+bool takes_near(const GemmArgs& args, int device);
+void run_near(TokenArgs args, int device, bool chained, cudaStream_t stream);
 
 // gemv.cu: `tile` is below kGemvTiles.
 void run_gemv(int tile, KernelArgs args, int device, bool chained, cudaStream_t stream);
