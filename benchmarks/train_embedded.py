@@ -22,6 +22,7 @@ import shutil
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 SEED = 20261121
 VOCABULARY = 4096
@@ -191,8 +192,8 @@ def train(data: Path, out: Path, minutes: float, batch: int, peak_rate: float, d
     record = {
         "seed": SEED, "parameters": parameters, "steps": steps, "batch": batch, "context": CONTEXT,
         "tokens_seen": steps * batch * CONTEXT, "training_tokens": len(training), "peak_rate": peak_rate,
-        "dropout": dropout, "seconds": round(time.time() - began, 1), "held_out_perplexity": round(perplexity, 4), "significant_bits": 8,
-        "held_out_tokens": count, "torch": torch.__version__, "transformers": transformers.__version__,
+        "dropout": dropout, "seconds": round(time.time() - began, 1), "held_out_perplexity": round(perplexity, 4),
+        "significant_bits": 8, "held_out_tokens": count, "torch": torch.__version__, "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
         "corpus": json.loads((data / "corpus.json").read_text()), "curve": curve,
     }  # fmt: skip
@@ -200,8 +201,10 @@ def train(data: Path, out: Path, minutes: float, batch: int, peak_rate: float, d
     print({key: value for key, value in record.items() if key not in ("curve", "corpus")})
 
 
-def round_weights(model: nn.Module) -> nn.Module:
+def round_weights(model: Any) -> Any:
     """To 8 significant bits, which fp16 and bf16 both hold: a sixth less to download."""
+    import torch
+
     with torch.no_grad():
         for weight in model.parameters():
             mantissa, exponent = torch.frexp(weight.float())
