@@ -81,10 +81,8 @@ def run_sanitizer(tool: str) -> dict:
     return outcome
 
 
-def run_sanitizers(tools: list[str]) -> dict:
-    """All tools side by side: each is one process that waits for the GPU most of the time."""
-    with ThreadPoolExecutor(len(tools)) as pool:
-        return dict(zip(tools, pool.map(run_sanitizer, tools), strict=True))
+def run_sanitizers(pool: ThreadPoolExecutor, tools: list[str]) -> dict:
+    return dict(zip(tools, pool.map(run_sanitizer, tools), strict=True))
 
 
 def main() -> None:
@@ -102,9 +100,12 @@ def main() -> None:
         if before["cpp"] != record["cpp"]:
             raise SystemExit(f"{path}: expected cpp {record['cpp']}, got {before['cpp']}")
         record = before
-        record["sanitizers"] |= run_sanitizers(args.again)
-    else:
-        record |= {"tests": run_tests(args.workers), "sanitizers": run_sanitizers(list(TOOLS))}
+    with ThreadPoolExecutor() as pool:  # side by side: each process waits for the GPU, or it for the process
+        if args.again:
+            record["sanitizers"] |= run_sanitizers(pool, args.again)
+        else:
+            tests = pool.submit(run_tests, args.workers)
+            record |= {"sanitizers": run_sanitizers(pool, list(TOOLS)), "tests": tests.result()}
     args.out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     wrong = (

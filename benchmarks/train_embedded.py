@@ -193,7 +193,8 @@ def train(data: Path, out: Path, minutes: float, batch: int, peak_rate: float, d
         "seed": SEED, "parameters": parameters, "steps": steps, "batch": batch, "context": CONTEXT,
         "tokens_seen": steps * batch * CONTEXT, "training_tokens": len(training), "peak_rate": peak_rate,
         "dropout": dropout, "seconds": round(time.time() - began, 1), "held_out_perplexity": round(perplexity, 4),
-        "significant_bits": 8, "held_out_tokens": count, "torch": torch.__version__, "transformers": transformers.__version__,
+        "significant_bits": 8, "held_out_tokens": count, "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
         "corpus": json.loads((data / "corpus.json").read_text()), "curve": curve,
     }  # fmt: skip

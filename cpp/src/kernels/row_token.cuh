@@ -44,12 +44,8 @@ class RowToken {
   __device__ void prepare(int thread) {
     if (row_.norm == Norm::kNone) {
       copy(thread);
-    } else if (thread / 32 * 32 < count()) {
+    } else {
       normalise(thread);
-    } else {  // what the others wait for
-      if (row_.norm == Norm::kLayer) rows::row_barrier<kStreamThreads>();
-      rows::row_barrier<kStreamThreads>();
-      if (per_token_) rows::row_max<kStreamThreads>(0.0F, thread, of_warp());
     }
   }
 
@@ -60,10 +56,6 @@ class RowToken {
   __device__ static float& token_scale() {
     __shared__ float scale;
     return scale;
-  }
-  __device__ static uint32_t* of_warp() {
-    __shared__ uint32_t all[kStreams];
-    return all;
   }
   __device__ static void fill(Pack& pack, float value) {
 #pragma unroll
@@ -115,11 +107,12 @@ class RowToken {
   }
 
   __device__ void quantise(const Pack& pack, bool mine, int thread) {
+    __shared__ uint32_t of_warp[kStreams];
     float inverse = inverse_;
     if (per_token_) {
       rows::Largest<T> largest;
       largest.take(pack);
-      const float scale = rows::scale_of(rows::row_max<kStreamThreads>(largest.value(), thread, of_warp()));
+      const float scale = rows::scale_of(rows::row_max<kStreamThreads>(largest.value(), thread, of_warp));
       if (thread == 0) token_scale() = scale;
       inverse = reciprocal(scale);
     }
