@@ -1,4 +1,4 @@
-"""The house's arrows go one way: cli -> models -> nn -> ops -> _C, layouts -> ops; quant is pure mathematics."""
+"""The house's arrows go one way: cli -> models -> nn -> ops -> _C, layouts -> ops; quant is pure mathematics, for all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(octofuse.__file__).parent
 ALLOWED = {
     "testing": {"_C"},  # timing.environment records the build
     "quant": {"testing"},
-    "ops": {"_C", "testing"},
+    "ops": {"_C", "quant", "testing"},
     "layouts": {"ops"},
     "nn": {"ops", "quant"},
     "models": {"nn", "ops", "quant"},

@@ -42,7 +42,8 @@ def quantize(
     scheme: Annotated[
         str,
         typer.Option(
-            help="w8a8-dynamic, w8a8-static, w8a8-static-{mse,percentile,entropy}, each also with -tensor and -smooth"
+            help="w8a8-dynamic, w8a8-static, w8a8-static-{mse,percentile,entropy}, each also with -tensor and -smooth; "
+            "w<bits>a16[-g<group>][-zp][-mse or -gptq], bcq-q<bits>[-g<group>]"
         ),
     ] = "w8a8-dynamic",
     exceptions: Annotated[
@@ -50,7 +51,7 @@ def quantize(
         typer.Option("--except", help="LAYERS=SCHEME, such as mlp.c_proj=w8a8-dynamic or 'transformer.h.0.*=float'"),
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="text file for static and smoothed schemes; default: a text that ships")
+        Path | None, typer.Option(help="text file for static and smoothed schemes and gptq; default: a text that ships")
     ] = None,
     device: Device = "auto",
 ) -> None:

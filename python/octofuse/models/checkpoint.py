@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from octofuse.models.quantize import target_layers
-from octofuse.nn import Int8Linear, replace_module
+from octofuse.nn import QUANTISED, empty_layer, replace_module
 from octofuse.nn.linear import weight_of
 from octofuse.quant import scheme_named
 
@@ -32,7 +32,7 @@ WEIGHTS = "octofuse.safetensors"
 def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> None:
     """Write a quantised transformers model (and its tokenizer) to a new folder, whole or not at all.
 
-    Raises ValueError if the model holds no Int8Linear, FileExistsError if the folder exists and is not empty.
+    Raises ValueError if the model holds no quantised layer, FileExistsError if the folder exists and is not empty.
     """
     folder = Path(folder)
     quantization = {"quant_method": METHOD, **_schemes_of(model), "version": VERSION}
@@ -58,9 +58,9 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> None:
 
 def _schemes_of(model: nn.Module) -> dict[str, Any]:
     """The scheme of most layers, and by name the layers that have another one or none (floating point)."""
-    found = {name: m.scheme.name for name, m in model.named_modules() if isinstance(m, Int8Linear)}
+    found = {name: m.scheme.name for name, m in model.named_modules() if isinstance(m, QUANTISED)}
     if not found:
-        raise ValueError("model: expected a model that quantize_ has changed, got one without Int8Linear layers")
+        raise ValueError("model: expected a model that quantize_ has changed, got one without quantised layers")
     most = Counter(found.values()).most_common(1)[0][0]
     usual = target_layers(model)
     others = {name: found.get(name) for name in (*usual, *found) if found.get(name) != most or name not in usual}
@@ -117,7 +117,7 @@ def _empty_model(config: dict[str, Any], scheme: str, others: dict[str, str | No
             continue
         n, k = weight_of(layer).shape
         has_bias = getattr(layer, "bias", None) is not None
-        replace_module(model, name, Int8Linear(k, n, bias=has_bias, scheme=scheme_named(own), dtype=dtype))
+        replace_module(model, name, empty_layer(k, n, bias=has_bias, scheme=scheme_named(own), dtype=dtype))
     return model
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
 
 from octofuse.models.evaluate import scored_windows
-from octofuse.nn import Int8Linear
+from octofuse.nn import QUANTISED
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ def _decibels(signal: float, noise: float) -> float:
 
 def _pairs(model: nn.Module, reference: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
     modules = dict(reference.named_modules())
-    pairs = {name: (m, modules.get(name)) for name, m in model.named_modules() if isinstance(m, Int8Linear)}
+    pairs = {name: (m, modules.get(name)) for name, m in model.named_modules() if isinstance(m, QUANTISED)}
     if not pairs:
-        raise ValueError("model: expected a model that quantize_ has changed, got one without Int8Linear layers")
+        raise ValueError("model: expected a model that quantize_ has changed, got one without quantised layers")
     for name, (_, other) in pairs.items():
-        if other is None or isinstance(other, Int8Linear):
+        if other is None or isinstance(other, QUANTISED):
             got = "no such layer" if other is None else "one that is quantised too"
             raise ValueError(f"reference: expected a floating-point layer {name}, got {got}")
     return pairs  # type: ignore[return-value]

@@ -20,7 +20,7 @@ from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 from octofuse import ops
 from octofuse.models import gpt2
-from octofuse.nn import Int8Linear
+from octofuse.nn import Int8Linear, PackedLinear
 from octofuse.nn.linear import weight_of
 from octofuse.ops import decode
 
@@ -154,7 +154,7 @@ class Decoder:
         return attended.transpose(1, 2).reshape(-1, self.width)
 
     def _logits(self, x: Tensor, cache: Cache) -> Tensor:
-        if self.head.int8 is not None:
+        if self.head.int8 is not None or self.head.packed is not None:
             return self.head(x, norm=self.norm)
         x = _layer_norm(x, self.norm)
         if self.streams_head:
@@ -213,14 +213,19 @@ NormParts = tuple[Tensor, Tensor, float]  # weight, bias, eps
 
 
 class _Layer:
-    """An Int8Linear, or a floating-point linear, with what may be fused around it."""
+    """A quantised or floating-point linear, with what may be fused around it."""
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.int8 = layer if isinstance(layer, Int8Linear) else None
-        self.weight = layer.weight if isinstance(layer, Int8Linear) else weight_of(layer).contiguous()
+        self.packed = layer if isinstance(layer, PackedLinear) else None
+        self.weight = layer.packed if isinstance(layer, PackedLinear) else self._weight(layer)
         bias = getattr(layer, "bias", None)
         self.bias = None if bias is None else bias.detach()
+
+    @staticmethod
+    def _weight(layer: nn.Module) -> Tensor:
+        return layer.weight if isinstance(layer, Int8Linear) else weight_of(layer).contiguous()
 
     @property
     def scale(self) -> Tensor | None:
@@ -241,7 +246,8 @@ class _Layer:
         reader: the layer that takes the output; if its scale is static, int8 is written for it.
         """
         if self.int8 is None:
-            y = linear(x if norm is None else _layer_norm(x, norm), self.weight, self.bias)
+            x = x if norm is None else _layer_norm(x, norm)
+            y = linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
             y = y if activation is None else _TORCH_ACTIVATIONS[activation](y)
             return y if residual is None else y + residual
         return self.int8.fused(

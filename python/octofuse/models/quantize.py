@@ -1,4 +1,4 @@
-"""quantize_: exchange a model's linears for int8 ones, in place."""
+"""quantize_: exchange a model's linears for quantised ones, in place."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from octofuse.models import gpt2
 from octofuse.models.smooth import fold, scales_of
-from octofuse.nn import Int8Linear, linear_layers, output_heads, replace_module
+from octofuse.nn import QUANTISED, linear_layers, output_heads, quantised_layer, replace_module
 from octofuse.nn.linear import weight_of
-from octofuse.quant import AmaxObserver, Histogram, Scheme, clipped_amax, observe, scheme_named
+from octofuse.quant import AmaxObserver, AnyScheme, Histogram, Scheme, clipped_amax, observe, scheme_named
 from octofuse.quant.affine import PERCENTILE
 
 FAMILIES = (gpt2,)
@@ -31,19 +31,19 @@ def target_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def quantize_(
     model: nn.Module,
-    scheme: str | Scheme = "w8a8-dynamic",
+    scheme: str | AnyScheme = "w8a8-dynamic",
     calibration: Iterable[Any] | None = None,
     *,
-    exceptions: Mapping[str, str | Scheme | None] | None = None,
+    exceptions: Mapping[str, str | AnyScheme | None] | None = None,
     progress: bool = True,
 ) -> nn.Module:
     """Quantise the model's linears in place and return it.
 
     Args:
         model: GPT-2 in any size, or any module with nn.Linear or Conv1D layers.
-        scheme: a `Scheme` or a name that `quant.scheme_named` knows.
+        scheme: a `Scheme`, a `WeightOnly` or a name that `quant.scheme_named` knows.
         calibration: batches of input ids `[B, T]` on any device (or whatever the model takes as its one argument), read
-            once; static and smoothed schemes need them, others do not look.
+            once; static and smoothed schemes and gptq need them, others do not look.
         exceptions: other schemes for single layers, by the end of a layer's name ("mlp.c_proj") or a pattern
             ("transformer.h.0.*"); None leaves a layer in floating point. The first that matches counts. An output head
             that is tied to the embedding ("lm_head") is quantised if it is named here, and untied by that.
@@ -55,7 +55,7 @@ def quantize_(
     chosen = scheme_named(scheme)
     layers = target_layers(model)
     heads = {name: head for name, head in output_heads(model).items() if name in (exceptions or {})}
-    if any(isinstance(module, Int8Linear) for module in model.modules()):
+    if any(isinstance(module, QUANTISED) for module in model.modules()):
         raise ValueError("model: expected a floating-point model, got one that octofuse has quantised already")
     if not layers:
         raise ValueError(f"model: expected linear layers to quantise, got none in {type(model).__name__}")
@@ -65,15 +65,19 @@ def quantize_(
     producers = _producers(model, plan)
     amax: dict[str, Tensor] = {}
     scales: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
     if any(own.needs_calibration for own in plan.values()):
-        amax, scales = _calibrated(model, layers, producers, plan, calibration, progress)
+        amax, scales, moments = _calibrated(model, layers, producers, plan, calibration, progress)
     touched: list[Any] = [t for name in scales for t in (*producers[name], layers[name].weight)]
     before = [t.detach().clone() for t in touched]
     # Built first and exchanged after, so that a failure half-way leaves the model whole.
     try:
         fold(producers, layers, scales)
         names = _track(list(layers), f"quantising ({chosen.name})", progress)
-        built = {name: Int8Linear.from_float(layers[name], plan[name], amax.get(name)) for name in names}
+        built = {
+            name: quantised_layer(layers[name], plan[name], amax=amax.get(name), moments=moments.pop(name, None))
+            for name in names
+        }
     except BaseException:
         with torch.no_grad():
             for tensor, value in zip(touched, before, strict=True):
@@ -87,14 +91,14 @@ def quantize_(
 
 
 def _plan(
-    layers: Mapping[str, nn.Module], scheme: Scheme, exceptions: Mapping[str, str | Scheme | None]
-) -> dict[str, Scheme]:
+    layers: Mapping[str, nn.Module], scheme: AnyScheme, exceptions: Mapping[str, str | AnyScheme | None]
+) -> dict[str, AnyScheme]:
     """Each layer's scheme; layers that stay in floating point are left out."""
     parsed = {pattern: None if given is None else scheme_named(given) for pattern, given in exceptions.items()}
     unused = set(parsed)
     plan = {}
     for name in layers:
-        own: Scheme | None = scheme
+        own: AnyScheme | None = scheme
         for pattern, other in parsed.items():
             if fnmatchcase(name, pattern) or name.endswith(f".{pattern}"):
                 unused.discard(pattern)
@@ -109,7 +113,7 @@ def _plan(
     return plan
 
 
-def _producers(model: nn.Module, plan: Mapping[str, Scheme]) -> dict[str, tuple[Tensor, ...]]:
+def _producers(model: nn.Module, plan: Mapping[str, AnyScheme]) -> dict[str, tuple[Tensor, ...]]:
     """What produces the input of each layer that its scheme smooths."""
     if all(scheme.smoothing is None for scheme in plan.values()):
         return {}
@@ -129,11 +133,12 @@ def _calibrated(
     model: nn.Module,
     layers: dict[str, nn.Module],
     producers: Mapping[str, tuple[Tensor, ...]],
-    plan: Mapping[str, Scheme],
+    plan: Mapping[str, AnyScheme],
     calibration: Iterable[Any] | None,
     progress: bool,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Each layer's input amax after smoothing, and the smoothing scales of those that have producers; one pass."""
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Each layer's input amax after smoothing, the smoothing scales of those that have producers, and the second moments
+    of those whose scheme asks for them; one pass."""
     schemes = list(plan.values())
     if calibration is None:
         name = next(scheme.name for scheme in schemes if scheme.needs_calibration)
@@ -148,17 +153,21 @@ def _calibrated(
         shown = _track(calibration, "calibrating", progress)
         batches = (batch.to(device) if isinstance(batch, Tensor) else batch for batch in shown)
         samples = SAMPLES if keeps else 0
-        observers = observe(layers, batches, model, per_channel=bool(producers), samples=samples, histogram=by_values)
+        second = [name for name, own in plan.items() if not isinstance(own, Scheme) and own.needs_calibration]
+        observers = observe(
+            layers, batches, model, per_channel=bool(producers), samples=samples, histogram=by_values, moments=second
+        )
     finally:
         model.train(was_training)
     for observer in observers.values():
         observer.result()  # names the first layer that saw nothing, NaN or Inf
     scales = {name: scales_of(layers[name], observers[name], plan[name].smoothing) for name in producers}
     names = _track([name for name in layers if plan[name].is_static], "finding ranges", progress)
-    return {name: _range_of(layers[name], observers[name], scales.get(name), plan[name]) for name in names}, scales
+    ranges = {name: _range_of(layers[name], observers[name], scales.get(name), plan[name]) for name in names}
+    return ranges, scales, {name: m for name in second if (m := observers[name].moments) is not None}
 
 
-def _range_of(layer: nn.Module, observer: AmaxObserver, scales: Tensor | None, scheme: Scheme) -> Tensor:
+def _range_of(layer: nn.Module, observer: AmaxObserver, scales: Tensor | None, scheme: AnyScheme) -> Tensor:
     """The largest |x|, fp32 [], that the layer's static scale has to cover, smoothing included."""
     smooth = torch.ones((), device=observer.result().device) if scales is None else scales
     amax = (observer.result() / smooth).amax()

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from octofuse.quant.weight_only import WeightOnly, weight_only_named
 from octofuse.testing.reference import quantize, token_scales
 
 
@@ -87,21 +88,27 @@ SCHEMES = {
 DEFAULT_ALPHA = 0.5  # of SmoothQuant
 
 
-def scheme_named(name: str | Scheme) -> Scheme:
+AnyScheme = Scheme | WeightOnly
+
+
+def scheme_named(name: str | AnyScheme) -> AnyScheme:
     """The scheme behind a name: one of SCHEMES, with "-smooth", "-smooth0.7" or "-smooth-search" for SmoothQuant, and
-    "-values" behind that to smooth attention's output too.
+    "-values" behind that to smooth attention's output too; or a weight-only one, as `weight_only_named` reads it.
 
     Raises ValueError that lists them.
     """
-    if isinstance(name, Scheme):
+    if not isinstance(name, str):
         return name
+    if (low := weight_only_named(name)) is not None:
+        return low
     base, smooth, rest = name.partition("-smooth")
     values = rest.endswith("-values")
     alpha = _alpha(rest.removesuffix("-values"))
     if base not in SCHEMES or alpha is None:
         raise ValueError(
             f"scheme: expected one of {', '.join(SCHEMES)}, each also with -smooth, -smooth<alpha in 0 to 1> or "
-            f"-smooth-search (and -values behind those), got {name!r}"
+            f"-smooth-search (and -values behind those), w<bits>a16[-g<group>][-zp][-mse or -gptq] or "
+            f"bcq-q<bits>[-g<group>], got {name!r}"
         )
     return replace(SCHEMES[base], smoothing=alpha, smooth_values=values) if smooth else SCHEMES[base]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,11 +15,21 @@ class AmaxObserver:
     """Running maximum of |x| over everything that a layer was given (min/max calibration of a symmetric scale).
 
     per_channel: one maximum for each element of the last dimension. samples: rows to keep, a quarter of them from one
-    input at most. histogram: count magnitudes as well.
+    input at most. histogram: count magnitudes as well. moments: the sum of x x^T, fp32 [K, K], too.
     """
 
-    def __init__(self, name: str, *, per_channel: bool = False, samples: int = 0, histogram: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        per_channel: bool = False,
+        samples: int = 0,
+        histogram: bool = False,
+        moments: bool = False,
+    ) -> None:
         self.name = name
+        self.keeps_moments = moments
+        self.moments: Tensor | None = None
         self.per_channel = per_channel
         self.histogram = Histogram() if histogram else None
         self.amax: Tensor | None = None
@@ -33,6 +43,10 @@ class AmaxObserver:
         rows = x.reshape(-1, x.shape[-1])
         amax = (rows.abs().amax(dim=0) if self.per_channel else x.abs().amax()).float()
         self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
+        if self.keeps_moments:
+            values = rows.float()
+            products = values.t() @ values
+            self.moments = products if self.moments is None else self.moments.add_(products)
         if self.histogram is not None and bool(torch.isfinite(amax).all()):  # result() reports what is not
             self.histogram.add(rows)
         if self.wanted > 0:
@@ -58,15 +72,17 @@ def observe(
     per_channel: bool = False,
     samples: int = 0,
     histogram: bool = False,
+    moments: Collection[str] = (),
 ) -> dict[str, AmaxObserver]:
     """Run every batch, once, and return each layer's observer.
 
     Args: layers by name; batches, any iterable; run, called with each batch (usually the model); per_channel, samples
-    and histogram as AmaxObserver takes them.
+    and histogram as AmaxObserver takes them; moments: the layers that keep them.
     Raises ValueError if there is no batch.
     """
     observers = {
-        name: AmaxObserver(name, per_channel=per_channel, samples=samples, histogram=histogram) for name in layers
+        name: AmaxObserver(name, per_channel=per_channel, samples=samples, histogram=histogram, moments=name in moments)
+        for name in layers
     }
     handles = [layer.register_forward_pre_hook(observers[name]) for name, layer in layers.items()]
     count = 0

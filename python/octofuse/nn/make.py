@@ -1,0 +1,34 @@
+"""From a scheme to its layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from octofuse.nn.linear import Int8Linear
+from octofuse.nn.weight_only import BCQLinear, PackedLinear, WeightOnlyLinear
+from octofuse.quant import Scheme, WeightOnly
+
+QUANTISED = (Int8Linear, PackedLinear)
+
+
+def quantised_layer(
+    layer: nn.Module, scheme: Scheme | WeightOnly, *, amax: Tensor | None = None, moments: Tensor | None = None
+) -> nn.Module:
+    """The layer that stands for an nn.Linear or Conv1D; amax and moments: what calibration found, where it is needed."""
+    if isinstance(scheme, Scheme):
+        return Int8Linear.from_float(layer, scheme, amax)
+    return _packed(scheme).from_float(layer, scheme, moments)
+
+
+def empty_layer(
+    in_features: int, out_features: int, *, bias: bool, scheme: Scheme | WeightOnly, dtype: torch.dtype
+) -> nn.Module:
+    """A layer of this scheme whose buffers are yet to be filled."""
+    if isinstance(scheme, Scheme):
+        return Int8Linear(in_features, out_features, bias=bias, scheme=scheme, dtype=dtype)
+    return _packed(scheme)(in_features, out_features, bias=bias, scheme=scheme, dtype=dtype)
+
+
+def _packed(scheme: WeightOnly) -> type[WeightOnlyLinear] | type[BCQLinear]:
+    return BCQLinear if scheme.code == "bcq" else WeightOnlyLinear

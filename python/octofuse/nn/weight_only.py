@@ -1,0 +1,147 @@
+"""Linears with weights of 1 to 8 bits and activations in floating point; inference only."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from octofuse.nn.linear import weight_of
+from octofuse.ops.lowbit import bcq_linear, woq_linear
+from octofuse.quant import WeightOnly, bcq, gptq, grid
+from octofuse.quant.packing import pack, packed_words, unpack
+
+
+class PackedLinear(nn.Module):
+    """What both kinds share: packed int32 `[N, words]` (quant.packing) and bias `[N]` or None."""
+
+    packed: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        scheme: WeightOnly,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
+        words = packed_words(scheme.bits, in_features)
+        self.register_buffer("packed", torch.zeros(out_features, words, dtype=torch.int32, device=device))
+        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+
+    @property
+    def groups(self) -> int:
+        return grid.groups_of(self.in_features, self.scheme.group)
+
+    @abstractmethod
+    def dequantized(self) -> Tensor:
+        """The weight, `[N, K]`."""
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, scheme={self.scheme.name}"
+
+
+class WeightOnlyLinear(PackedLinear):
+    """y = x @ w^T + bias with w = scale * (code - zero).
+
+    Buffers besides: scale `[N, G]` in the weight's dtype; zero uint8 `[N, G]` if the scheme has zero points.
+    """
+
+    scale: Tensor
+    zero: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        scheme: WeightOnly,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, scheme=scheme, dtype=dtype, device=device)
+        shape = (out_features, self.groups)
+        self.register_buffer("scale", torch.ones(shape, dtype=dtype, device=device))
+        zero = torch.zeros(shape, dtype=torch.uint8, device=device) if scheme.zero_points else None
+        self.register_buffer("zero", zero)
+
+    @classmethod
+    def from_float(cls, layer: nn.Module, scheme: WeightOnly, moments: Tensor | None = None) -> WeightOnlyLinear:
+        """Quantise an nn.Linear or a transformers Conv1D; moments `[K, K]` as quant.gptq takes them, for that alone."""
+        w = weight_of(layer)
+        zeros = scheme.zero_points
+        if scheme.method == "gptq":
+            if moments is None:
+                raise ValueError("moments: expected calibrated second moments for gptq, got None")
+            found = gptq(w, moments, scheme.bits, scheme.group, zero_points=zeros)
+        else:
+            search = scheme.method == "mse"
+            found = grid.quantize_rows(w, scheme.bits, scheme.group, zero_points=zeros, search=search)
+        result = cls(w.shape[1], w.shape[0], bias=False, scheme=scheme, dtype=w.dtype, device=w.device)
+        result.packed, result.scale, result.zero = pack(found.codes, scheme.bits), found.scale, found.zero
+        return _with_bias(result, layer)
+
+    def dequantized(self) -> Tensor:
+        codes = unpack(self.packed, self.scheme.bits, self.in_features)
+        return grid.dequantize(codes, self.scale, self.zero, self.scheme.bits, self.scheme.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return woq_linear(
+            x, self.packed, self.scale, self.zero, self.bias, bits=self.scheme.bits, group=self.scheme.group
+        )
+
+
+class BCQLinear(PackedLinear):
+    """y = x @ w^T + bias with w = sum of alpha[i] * (+1 or -1).
+
+    Buffers besides: alpha `[N, G, q]` in the weight's dtype.
+    """
+
+    alpha: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        scheme: WeightOnly,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, scheme=scheme, dtype=dtype, device=device)
+        shape = (out_features, self.groups, scheme.bits)
+        self.register_buffer("alpha", torch.zeros(shape, dtype=dtype, device=device))
+
+    @classmethod
+    def from_float(cls, layer: nn.Module, scheme: WeightOnly, moments: Tensor | None = None) -> BCQLinear:
+        w = weight_of(layer)
+        found = bcq.bcq(w, scheme.bits, scheme.group)
+        result = cls(w.shape[1], w.shape[0], bias=False, scheme=scheme, dtype=w.dtype, device=w.device)
+        result.packed, result.alpha = pack(found.codes, scheme.bits, planes=True), found.alpha
+        return _with_bias(result, layer)
+
+    def dequantized(self) -> Tensor:
+        codes = unpack(self.packed, self.scheme.bits, self.in_features, planes=True)
+        return bcq.dequantize(codes, self.alpha, None, self.scheme.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return bcq_linear(x, self.packed, self.alpha, None, self.bias, group=self.scheme.group)
+
+
+Packed = TypeVar("Packed", bound=PackedLinear)
+
+
+def _with_bias(result: Packed, layer: nn.Module) -> Packed:
+    bias = getattr(layer, "bias", None)
+    result.bias = None if bias is None else bias.detach().clone()
+    result.train(layer.training)
+    return result

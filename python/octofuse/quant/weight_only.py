@@ -1,0 +1,79 @@
+"""Schemes that quantise weights alone, to 1 to 8 bits; activations stay in floating point."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+GROUPS = (32, 64, 128, 256)
+METHODS = ("rtn", "mse", "gptq")
+_NAME = re.compile(r"w([1-8])a16(?:-g(\d+))?(-zp)?(?:-(mse|gptq))?")
+_CODED = re.compile(r"bcq-q([1-8])(?:-g(\d+))?")
+
+
+@dataclass(frozen=True)
+class WeightOnly:
+    """How a linear layer's weight is quantised.
+
+    bits: 1 to 8. group: columns that share a scale (32, 64, 128, 256); None: a row.
+    code: levels on a uniform "grid" (quant.grid), or "bcq": sums of `bits` scaled signs (quant.bcq).
+    zero_points: a grid that covers a group's smallest to largest value, instead of as much on either side of 0.
+    method: of a grid: round to nearest; "mse": the range that loses least in the weight; "gptq": errors made up for by
+        later columns, which calibration says how to do.
+    """
+
+    bits: int = 4
+    group: int | None = 128
+    code: Literal["grid", "bcq"] = "grid"
+    zero_points: bool = False
+    method: Literal["rtn", "mse", "gptq"] = "rtn"
+
+    # What an int8 scheme may have, and this one has not.
+    smoothing: ClassVar[None] = None
+    smooth_values: ClassVar[bool] = False
+    is_static: ClassVar[bool] = False
+    clipping: ClassVar[str] = "max"
+
+    def __post_init__(self) -> None:
+        if self.bits not in range(1, 9):
+            raise ValueError(f"bits: expected 1 to 8, got {self.bits!r}")
+        if self.group is not None and self.group not in GROUPS:
+            raise ValueError(f"group: expected None or one of {', '.join(map(str, GROUPS))}, got {self.group!r}")
+        if self.code not in ("grid", "bcq"):
+            raise ValueError(f"code: expected 'grid' or 'bcq', got {self.code!r}")
+        if self.method not in METHODS:
+            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
+        if self.code == "bcq" and (self.zero_points or self.method != "rtn"):
+            raise ValueError("code: expected 'grid' with zero_points or a method, got 'bcq'")
+        if self.zero_points and self.bits == 1:
+            raise ValueError("zero_points: expected False at 1 bit, got True")
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.method == "gptq"
+
+    @property
+    def name(self) -> str:
+        group = "" if self.group is None else f"-g{self.group}"
+        if self.code == "bcq":
+            return f"bcq-q{self.bits}{group}"
+        method = "" if self.method == "rtn" else f"-{self.method}"
+        return f"w{self.bits}a16{group}{'-zp' if self.zero_points else ''}{method}"
+
+
+def weight_only_named(name: str) -> WeightOnly | None:
+    """The scheme of names like "w8a16", "w4a16-g128", "w3a16-g64-zp-gptq" and "bcq-q3-g128"; None for others.
+
+    Raises ValueError for a group that there is not.
+    """
+    if found := _NAME.fullmatch(name):
+        bits, group, zero_points, method = found.groups()
+        return WeightOnly(int(bits), _int(group), "grid", zero_points is not None, method or "rtn")  # type: ignore[arg-type]
+    if found := _CODED.fullmatch(name):
+        return WeightOnly(int(found[1]), _int(found[2]), "bcq")
+    return None
+
+
+def _int(text: str | None) -> int | None:
+    return None if text is None else int(text)

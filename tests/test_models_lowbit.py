@@ -1,0 +1,136 @@
+"""Layers and models with weights of 1 to 8 bits: ops against fp64, checkpoints, generation, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from helpers import DEVICES
+from octofuse.generate import Generator
+from octofuse.models import compare, load, quantize_, save, weight_bytes
+from octofuse.nn import BCQLinear, PackedLinear, WeightOnlyLinear, quantised_layer
+from octofuse.ops.lowbit import bcq_linear, woq_linear
+from octofuse.quant import WeightOnly, scheme_named
+from test_generate import PROMPTS, by_transformers
+from test_models import ids, small_gpt2
+
+NAMES = ("w8a16", "w6a16-g32", "w5a16-g64-zp", "w4a16-g32-gptq", "w3a16-mse", "w2a16-g64-zp", "w1a16-g32", "bcq-q3-g32")
+
+
+def layer_of(name: str, n: int, k: int, dtype: torch.dtype, device: str) -> tuple[PackedLinear, nn.Linear]:
+    torch.manual_seed(n + k)
+    plain = nn.Linear(k, n).to(device, dtype).requires_grad_(False)
+    scheme = scheme_named(name)
+    x = torch.randn(64, k, device=device)
+    found = quantised_layer(plain, scheme, moments=x.t() @ x if scheme.needs_calibration else None)
+    assert isinstance(found, PackedLinear)
+    return found, plain
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("n", "k"), [(48, 128), (33, 100), (1, 300)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_linears_multiply_what_they_hold(device: str, name: str, n: int, k: int, dtype: torch.dtype) -> None:
+    """At most twice the error of torch's own linear on the dequantised weight; both are that linear until there are
+    kernels."""
+    layer, _ = layer_of(name, n, k, dtype, device)
+    x = torch.randn(2, 5, k, device=device).to(dtype)
+    w = layer.dequantized()
+    want = linear(x.double(), w.double(), layer.bias.double())
+    own = (linear(x, w, layer.bias).double() - want).abs().max()
+    got = layer(x)
+    assert got.shape == (2, 5, n)
+    assert got.dtype == dtype
+    assert (got.double() - want).abs().max() <= 2 * own + 1e-12
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["w4a16-g32", "bcq-q2-g64"])
+def test_epilogues(device: str, name: str) -> None:
+    layer, _ = layer_of(name, 40, 96, torch.float32, device)
+    x, residual = torch.randn(7, 96, device=device), torch.randn(7, 40, device=device)
+
+    def run(activation: str | None, residual: Tensor | None) -> Tensor:
+        more = {"group": layer.scheme.group, "activation": activation, "residual": residual}
+        if isinstance(layer, BCQLinear):
+            return bcq_linear(x, layer.packed, layer.alpha, None, layer.bias, **more)
+        assert isinstance(layer, WeightOnlyLinear)
+        return woq_linear(x, layer.packed, layer.scale, layer.zero, layer.bias, bits=layer.scheme.bits, **more)
+
+    plain = layer(x)
+    assert torch.equal(run("relu", residual), plain.relu() + residual)
+    assert torch.equal(run("gelu_tanh", None), torch.nn.functional.gelu(plain, approximate="tanh"))
+    with pytest.raises(ValueError, match="activation: expected None, relu, gelu, gelu_tanh, silu, got 'tanh'"):
+        run("tanh", None)
+    with pytest.raises(ValueError, match=r"residual: expected the output's shape \[7, 40\], got \[6, 40\]"):
+        run(None, residual[1:])
+
+
+def test_wrong_operands_are_refused_by_name() -> None:
+    layer, _ = layer_of("w4a16-g32-zp", 40, 96, torch.float32, "cpu")
+    assert isinstance(layer, WeightOnlyLinear)
+    x, packed, scale, zero = torch.randn(2, 96), layer.packed, layer.scale, layer.zero
+    cases = (
+        (TypeError, "x: expected dtype float16, bfloat16 or float32", {"x": x.int()}),
+        (ValueError, r"scale: expected \[40, 2\] rows and groups, got \[40, 3\]", {"x": torch.randn(2, 64)}),
+        (ValueError, r"packed: expected int32 \[N, 16\] for 96 codes of 4 bits", {"packed": packed[:, 1:]}),
+        (ValueError, r"zero: expected uint8 of shape \[40, 3\]", {"zero": zero.float()}),
+        (ValueError, r"bias: expected shape \[40\], got \[39\]", {"bias": torch.zeros(39)}),
+    )
+    for error, message, wrong in cases:
+        given = {"x": x, "packed": packed, "scale": scale, "zero": zero} | wrong
+        with pytest.raises(error, match=message):
+            woq_linear(**given, bits=4, group=32)
+    with pytest.raises(ValueError, match=r"alpha: expected \[N, G, q\], got shape \[40, 3\]"):
+        bcq_linear(x, packed, scale)
+    with pytest.raises(ValueError, match="moments: expected calibrated second moments for gptq, got None"):
+        quantised_layer(nn.Linear(32, 8), WeightOnly(4, 32, method="gptq"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_models_quantise_save_load_and_generate(name: str, tmp_path) -> None:
+    model = quantize_(small_gpt2(), name, [ids()], progress=False)
+    layers = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    assert len(layers) == 8
+    assert {layer.scheme.name for layer in layers} == {name}
+    save(model, tmp_path / "q")
+    loaded = load(tmp_path / "q")
+    tokens = ids()
+    assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
+    assert weight_bytes(loaded) == weight_bytes(model) < weight_bytes(small_gpt2())
+    generator = Generator(loaded.requires_grad_(False))
+    assert generator(PROMPTS, 8) == [by_transformers(loaded, prompt, 8) for prompt in PROMPTS]
+
+
+def test_fewer_bits_cost_more() -> None:
+    tokens = ids(2, 64).flatten()
+    found = {}
+    for name in ("w8a16", "w4a16-g32", "w2a16-g32-mse"):
+        model = quantize_(small_gpt2(), name, progress=False)
+        found[name] = compare(model.eval(), small_gpt2().eval(), tokens, context=16, stride=8)
+        assert len(found[name].sqnr) == 8
+    assert found["w8a16"].kl < found["w4a16-g32"].kl < found["w2a16-g32-mse"].kl
+    worst = {name: min(one.sqnr.values()) for name, one in found.items()}
+    assert worst["w8a16"] > worst["w4a16-g32"] > worst["w2a16-g32-mse"]
+
+
+def test_layers_of_all_kinds_beside_each_other(tmp_path) -> None:
+    exceptions = {"mlp.c_fc": "w8a8-dynamic", "attn.c_proj": None, "mlp.c_proj": "bcq-q4"}
+    model = quantize_(small_gpt2(), "w4a16-g32", exceptions=exceptions, progress=False)
+    save(model, tmp_path / "q")
+    loaded = load(tmp_path / "q").requires_grad_(False)
+    assert torch.equal(loaded(ids()).logits, model.eval()(ids()).logits)
+    assert Generator(loaded)(PROMPTS, 8) == [by_transformers(loaded, prompt, 8) for prompt in PROMPTS]
+    with pytest.raises(ValueError, match="model: expected a floating-point model"):
+        quantize_(model, "w4a16-g32", progress=False)
+
+
+def test_gptq_wants_calibration_and_leaves_the_model_whole() -> None:
+    model = small_gpt2()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with pytest.raises(ValueError, match="calibration: expected batches for the scheme w4a16-g32-gptq, got None"):
+        quantize_(model, "w4a16-g32-gptq", progress=False)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())

@@ -1,0 +1,216 @@
+"""Weights of 1 to 8 bits: packing, grids, GPTQ and binary codes, against what they say of themselves."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from octofuse.quant import WeightOnly, gptq, scheme_named
+from octofuse.quant.bcq import Coded, bcq, from_grid
+from octofuse.quant.grid import Quantised, middle, quantize_rows, to_int8
+from octofuse.quant.packing import pack, packed_words, unpack
+
+WIDTHS = range(1, 9)
+
+
+def weight(rows: int = 24, columns: int = 200, seed: int = 0) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=g) * (torch.rand(columns, generator=g) + 0.1)
+
+
+def error(found: Quantised | Coded, w: Tensor) -> float:
+    return float((found.dequantized().float() - w).square().sum())
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("planes", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 31), (2, 128), (5, 129), (4, 1600)])
+def test_packing_is_exact(bits: int, planes: bool, shape: tuple[int, int]) -> None:
+    codes = torch.randint(0, 1 << bits, shape, generator=torch.Generator().manual_seed(bits), dtype=torch.uint8)
+    packed = pack(codes, bits, planes=planes)
+    assert packed.shape == (shape[0], packed_words(bits, shape[1]))
+    assert packed.dtype == torch.int32
+    assert packed.shape[1] * 4 % 16 == 0, "every row starts at a multiple of 16 bytes"
+    assert torch.equal(unpack(packed, bits, shape[1], planes=planes), codes)
+
+
+def test_packing_lies_as_it_says() -> None:
+    """Word by word, from the description alone."""
+    codes = torch.randint(0, 128, (1, 128), generator=torch.Generator().manual_seed(1))
+    words = [int(word) & 0xFFFFFFFF for word in pack(codes, 7)[0]]
+    want = []
+    low = 0
+    for width in (4, 2, 1):
+        for chunk in range(4):
+            for word in range(width):
+                value = 0
+                for v in range(32 // width):
+                    code = int(codes[0, chunk * 32 + word * (32 // width) + v])
+                    value |= (code >> low & (1 << width) - 1) << (v // 2 * width + v % 2 * 16)
+                want.append(value)
+        low += width
+    assert words == want
+    assert pack(torch.tensor([[1, 2, 3, 4]]), 8)[0, 0].item() == 0x04030201
+
+
+def test_packing_refuses() -> None:
+    with pytest.raises(ValueError, match="codes: expected 0 to 7, got 0 to 8"):
+        pack(torch.tensor([[0, 8]]), 3)
+    with pytest.raises(ValueError, match="codes: expected 0 to 7, got -1"):
+        pack(torch.tensor([[-1, 2]]), 3)
+    with pytest.raises(ValueError, match="codes: expected integers"):
+        pack(torch.zeros(2, 2), 3)
+    with pytest.raises(ValueError, match="bits: expected 1 to 8, got 9"):
+        pack(torch.zeros(2, 2, dtype=torch.int32), 9)
+    with pytest.raises(ValueError, match=r"packed: expected int32 \[N, 16\] for 100 codes of 4 bits"):
+        unpack(torch.zeros(2, 15, dtype=torch.int32), 4, 100)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("group", [None, 32, 128])
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_grids_round_to_the_nearest_level(bits: int, group: int | None, zero_points: bool, dtype: torch.dtype) -> None:
+    if zero_points and bits == 1:
+        return
+    w = weight().to(dtype)
+    found = quantize_rows(w, bits, group, zero_points=zero_points)
+    width = group or w.shape[1]
+    assert found.scale.shape == (24, -(-200 // width))
+    assert found.scale.dtype == dtype
+    spread = found.scale.double().repeat_interleave(width, 1)[:, :200]
+    zero = torch.full_like(spread, middle(bits))
+    if found.zero is not None:
+        zero = found.zero.double().repeat_interleave(width, 1)[:, :200]
+    levels = (torch.arange(1 << bits).double() - zero.unsqueeze(-1)) * spread.unsqueeze(-1)
+    if bits == 8 and not zero_points:
+        levels = levels[..., 1:]  # int8 from -127 on
+    nearest = (levels - w.double().unsqueeze(-1)).abs().amin(-1)
+    exact = (found.codes.double() - zero) * spread
+    assert ((exact - w.double()).abs() <= nearest + 1e-5 * spread).all()
+    assert torch.equal(found.dequantized(), exact.to(dtype)) or dtype == torch.float16
+    if bits > 1:  # nothing of the range is cut off, but for the rounding of the scale
+        assert ((exact - w.double()).abs() <= spread * 0.51 + 1e-3 * w.abs().max()).all()
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_the_search_for_a_range_never_loses(bits: int) -> None:
+    w = weight(columns=300)
+    w[:, 7] *= 8
+    plain, found = (quantize_rows(w, bits, 128, search=search) for search in (False, True))
+    assert error(found, w) <= error(plain, w)
+    if 2 <= bits <= 4:
+        assert error(found, w) < 0.9 * error(plain, w)
+
+
+def test_grids_take_zeros_and_refuse_nan() -> None:
+    w = weight()
+    w[3] = 0
+    for bits, zero_points in itertools.product((2, 4, 8), (False, True)):
+        found = quantize_rows(w, bits, 32, zero_points=zero_points, search=True)
+        assert torch.isfinite(found.dequantized()).all()
+        if zero_points or bits == 8:
+            assert (found.dequantized()[3] == 0).all()
+    w[0, 0] = float("nan")
+    for call in (lambda: quantize_rows(w, 4, None), lambda: bcq(w, 2, None), lambda: gptq(w, torch.eye(200), 4, None)):
+        with pytest.raises(ValueError, match="weight: expected finite values, got NaN or Inf"):
+            call()
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_levels_as_int8(bits: int) -> None:
+    found = quantize_rows(weight(), bits, 64)
+    values, scale = to_int8(found)
+    assert values.dtype == torch.int8
+    exact = values.double() * scale.double().repeat_interleave(64, 1)[:, :200]
+    assert torch.allclose(exact, found.dequantized().double(), rtol=1e-6)
+    with pytest.raises(ValueError, match="quantised: expected a grid without zero points"):
+        to_int8(quantize_rows(weight(), 4, 64, zero_points=True))
+
+
+@pytest.mark.parametrize("group", [None, 32, 64, 256])
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_gptq_loses_less_in_the_output(group: int | None, zero_points: bool) -> None:
+    g = torch.Generator().manual_seed(3)
+    w = weight(40, 300)
+    x = torch.randn(600, 300, generator=g) @ torch.randn(300, 300, generator=g) / 17 + torch.randn(600, 1, generator=g)
+    for bits in (2, 3, 4):
+        nearest = quantize_rows(w, bits, group, zero_points=zero_points, search=True)
+        found = gptq(w, x.t() @ x, bits, group, zero_points=zero_points)
+        assert found.scale.shape == nearest.scale.shape
+        assert (found.zero is None) == (nearest.zero is None)
+        losses = [float(((one.dequantized() - w) @ x.t()).square().sum()) for one in (nearest, found)]
+        assert losses[1] < 0.7 * losses[0], (bits, losses)
+
+
+def test_gptq_without_samples_rounds() -> None:
+    """Moments that say nothing of how columns go together leave nothing to make up for."""
+    w = weight()
+    plain = quantize_rows(w, 4, 64, search=True)
+    for moments in (torch.eye(200), torch.zeros(200, 200)):
+        assert torch.equal(gptq(w, moments, 4, 64).codes, plain.codes)
+    with pytest.raises(ValueError, match=r"moments: expected finite \[200, 200\], got shape \[3, 3\]"):
+        gptq(w, torch.eye(3), 4, None)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("group", [None, 32, 128])
+def test_binary_codes(bits: int, group: int | None) -> None:
+    w = weight(6, 150)
+    found = bcq(w, bits, group)
+    assert found.bits == bits
+    assert found.alpha.shape == (6, 1 if group is None else -(-150 // group), bits)
+    width = group or 150
+    alpha = found.alpha.double().repeat_interleave(width, 1)[:, :150]
+    signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=bits)), dtype=torch.float64)
+    nearest = (alpha @ signs.t() - w.double().unsqueeze(-1)).abs().amin(-1)
+    of_code = (found.codes.unsqueeze(-1) >> torch.arange(bits) & 1).double() * 2 - 1
+    exact = (alpha * of_code).sum(-1)
+    assert ((exact - w).abs() <= nearest + 1e-6).all(), "every code is the nearest"
+    assert torch.allclose(found.dequantized().double(), exact, atol=1e-6)
+    again = bcq(w, bits, group)
+    assert torch.equal(again.codes, found.codes)
+    assert torch.equal(again.alpha, found.alpha)
+    assert error(found, w) <= error(quantize_rows(w, bits, group, search=True), w) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_uniform_grids_are_binary_codes(bits: int, zero_points: bool) -> None:
+    if zero_points and bits == 1:
+        return
+    found = quantize_rows(weight(), bits, 64, zero_points=zero_points)
+    coded = from_grid(found)
+    assert (coded.offset is None) == (not zero_points and bits < 8)
+    rounding = float(found.scale.max()) * 2**bits * (bits + 1) * 2.0**-24  # of a sum of so many terms
+    assert torch.allclose(coded.dequantized(), found.dequantized(), rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize(
+    "name", ["w8a16", "w4a16-g128", "w3a16-g64-gptq", "w5a16-g32-zp-mse", "w2a16-zp", "bcq-q3-g128", "bcq-q1"]
+)
+def test_names(name: str) -> None:
+    scheme = scheme_named(name)
+    assert isinstance(scheme, WeightOnly)
+    assert scheme.name == name
+    assert scheme.needs_calibration == name.endswith("gptq")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("w4a16-g100", "group: expected None or one of 32, 64, 128, 256, got 100"),
+        ("w1a16-zp", "zero_points: expected False at 1 bit"),
+        ("w9a16", "scheme: expected one of"),
+        ("bcq-q0", "scheme: expected one of"),
+        ("w4a16-awq", "scheme: expected one of"),
+    ],
+)
+def test_wrong_names(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scheme_named(name)
+    with pytest.raises(ValueError, match="code: expected 'grid' with zero_points or a method, got 'bcq'"):
+        WeightOnly(3, 64, "bcq", method="mse")
