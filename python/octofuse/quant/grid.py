@@ -6,7 +6,7 @@ two codes for fewer bits, so that as many levels lie on either side: at 2 bits -
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -113,11 +113,6 @@ def to_int8(quantised: Quantised) -> tuple[Tensor, Tensor]:
         return (quantised.codes.to(torch.int16) - 128).to(torch.int8), quantised.scale
     values = 2 * quantised.codes.to(torch.int16) - ((1 << quantised.bits) - 1)
     return values.to(torch.int8), quantised.scale / 2
-
-
-def moved(quantised: Quantised, device: torch.device) -> Quantised:
-    zero = None if quantised.zero is None else quantised.zero.to(device)
-    return replace(quantised, codes=quantised.codes.to(device), scale=quantised.scale.to(device), zero=zero)
 
 
 def _range(w: Tensor, bits: int, zero_points: bool, dtype: torch.dtype, clip: float) -> tuple[Tensor, Tensor | None]:
