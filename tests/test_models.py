@@ -91,7 +91,7 @@ def test_checkpoint_round_trip(tmp_path, scheme: str) -> None:
 
 
 def test_save_refuses(tmp_path) -> None:
-    with pytest.raises(ValueError, match="without Int8Linear"):
+    with pytest.raises(ValueError, match="without quantised layers"):
         save(small_gpt2(), tmp_path / "q")
     assert not (tmp_path / "q").exists()
     (tmp_path / "full").mkdir()

@@ -23,14 +23,9 @@ from octofuse.models import gpt2
 from octofuse.nn import Int8Linear, PackedLinear
 from octofuse.nn.linear import weight_of
 from octofuse.ops import decode
+from octofuse.ops.lowbit import ACTIVATIONS
 
 HEAD_ROWS = 64  # of the output head at a time: its kernel, and so its bits, then do not depend on the batch
-_TORCH_ACTIVATIONS = {
-    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-    "gelu": torch.nn.functional.gelu,
-    "relu": torch.relu,
-    "silu": torch.nn.functional.silu,
-}
 
 
 @dataclass
@@ -248,7 +243,7 @@ class _Layer:
         if self.int8 is None:
             x = x if norm is None else _layer_norm(x, norm)
             y = linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
-            y = y if activation is None else _TORCH_ACTIVATIONS[activation](y)
+            y = y if activation is None else ACTIVATIONS[activation](y)
             return y if residual is None else y + residual
         return self.int8.fused(
             x,

@@ -34,7 +34,12 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
         words = packed_words(scheme.bits, in_features)
         self.register_buffer("packed", torch.zeros(out_features, words, dtype=torch.int32, device=device))
+        self._register(dtype, device)
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+
+    @abstractmethod
+    def _register(self, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        """The buffers that a kind has besides."""
 
     @property
     def groups(self) -> int:
@@ -57,20 +62,10 @@ class WeightOnlyLinear(PackedLinear):
     scale: Tensor
     zero: Tensor | None
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        scheme: WeightOnly,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias=bias, scheme=scheme, dtype=dtype, device=device)
-        shape = (out_features, self.groups)
+    def _register(self, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        shape = (self.out_features, self.groups)
         self.register_buffer("scale", torch.ones(shape, dtype=dtype, device=device))
-        zero = torch.zeros(shape, dtype=torch.uint8, device=device) if scheme.zero_points else None
+        zero = torch.zeros(shape, dtype=torch.uint8, device=device) if self.scheme.zero_points else None
         self.register_buffer("zero", zero)
 
     @classmethod
@@ -107,18 +102,8 @@ class BCQLinear(PackedLinear):
 
     alpha: Tensor
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        scheme: WeightOnly,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias=bias, scheme=scheme, dtype=dtype, device=device)
-        shape = (out_features, self.groups, scheme.bits)
+    def _register(self, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        shape = (self.out_features, self.groups, self.scheme.bits)
         self.register_buffer("alpha", torch.zeros(shape, dtype=dtype, device=device))
 
     @classmethod

@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, linear, silu
 from octofuse.quant import bcq, grid
 from octofuse.quant.packing import unpack
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "gelu": gelu,
     "gelu_tanh": lambda y: gelu(y, approximate="tanh"),
@@ -97,12 +97,12 @@ def _checked(x: Tensor, of_groups: Tensor, name: str, group: int | None, packed:
 
 
 def _finished(x: Tensor, w: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None) -> Tensor:
-    if activation is not None and activation not in _ACTIVATIONS:
-        raise ValueError(f"activation: expected None, {', '.join(_ACTIVATIONS)}, got {activation!r}")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected None, {', '.join(ACTIVATIONS)}, got {activation!r}")
     if bias is not None and bias.shape != (w.shape[0],):
         raise ValueError(f"bias: expected shape [{w.shape[0]}], got {list(bias.shape)}")
     y = linear(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
     if residual is not None and residual.shape != y.shape:
         raise ValueError(f"residual: expected the output's shape {list(y.shape)}, got {list(residual.shape)}")
-    y = y if activation is None else _ACTIVATIONS[activation](y)
+    y = y if activation is None else ACTIVATIONS[activation](y)
     return y if residual is None else y + residual
