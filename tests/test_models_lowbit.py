@@ -16,7 +16,17 @@ from octofuse.quant import WeightOnly, scheme_named
 from test_generate import PROMPTS, by_transformers
 from test_models import ids, small_gpt2
 
-NAMES = ("w8a16", "w6a16-g32", "w5a16-g64-zp", "w4a16-g32-gptq", "w3a16-mse", "w2a16-g64-zp", "w1a16-g32", "bcq-q3-g32")
+NAMES = (
+    "w8a16",
+    "w6a16-g32",
+    "w5a16-g64-zp",
+    "w4a16-g32-gptq",
+    "w3a16-mse",
+    "w2a16-g64-zp",
+    "w1a16-g32",
+    "bcq-q3-g32",
+    "sparse12-w7-g64",
+)
 
 
 def layer_of(name: str, n: int, k: int, dtype: torch.dtype, device: str) -> tuple[PackedLinear, nn.Linear]:

@@ -12,6 +12,7 @@ from octofuse.quant import WeightOnly, gptq, scheme_named
 from octofuse.quant.bcq import Coded, bcq, from_grid
 from octofuse.quant.grid import Quantised, middle, quantize_rows, to_int8
 from octofuse.quant.packing import pack, packed_words, unpack
+from octofuse.quant.sparse import sparse12
 
 WIDTHS = range(1, 9)
 
@@ -189,8 +190,39 @@ def test_uniform_grids_are_binary_codes(bits: int, zero_points: bool) -> None:
     assert torch.allclose(coded.dequantized(), found.dequantized(), rtol=0, atol=rounding)
 
 
+@pytest.mark.parametrize("group", [None, 32])
+@pytest.mark.parametrize("columns", [1, 99, 200])
+def test_one_of_two_columns(group: int | None, columns: int) -> None:
+    w = weight(9, columns)
+    w[0, : columns // 2] = 0
+    found = sparse12(w, group)
+    kept = found.mask
+    assert kept.shape == w.shape
+    assert found.codes.shape == (9, -(-columns // 2))
+    for first in range(0, columns - 1, 2):
+        pair = w[:, first : first + 2].abs()
+        assert torch.equal(kept[:, first + 1], pair[:, 1] > pair[:, 0])
+        assert torch.equal(kept[:, first], ~kept[:, first + 1])
+    values = found.dequantized()
+    assert (values[~kept] == 0).all()
+    spread = found.scale.repeat_interleave(group or columns, 1)[:, :columns]
+    assert ((values - w).abs() <= 0.501 * spread)[kept].all()
+    assert torch.equal(unpack(pack(found.codes, 8), 8, found.codes.shape[1]), found.codes)
+
+
 @pytest.mark.parametrize(
-    "name", ["w8a16", "w4a16-g128", "w3a16-g64-gptq", "w5a16-g32-zp-mse", "w2a16-zp", "bcq-q3-g128", "bcq-q1"]
+    "name",
+    [
+        "w8a16",
+        "w4a16-g128",
+        "w3a16-g64-gptq",
+        "w5a16-g32-zp-mse",
+        "w2a16-zp",
+        "bcq-q3-g128",
+        "bcq-q1",
+        "sparse12-w7",
+        "sparse12-w7-g32",
+    ],
 )
 def test_names(name: str) -> None:
     scheme = scheme_named(name)
@@ -206,6 +238,7 @@ def test_names(name: str) -> None:
         ("w1a16-zp", "zero_points: expected False at 1 bit"),
         ("w9a16", "scheme: expected one of"),
         ("bcq-q0", "scheme: expected one of"),
+        ("sparse12-w6", "scheme: expected one of"),
         ("w4a16-awq", "scheme: expected one of"),
     ],
 )

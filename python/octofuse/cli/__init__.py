@@ -43,7 +43,7 @@ def quantize(
         str,
         typer.Option(
             help="w8a8-dynamic, w8a8-static, w8a8-static-{mse,percentile,entropy}, each also with -tensor and -smooth; "
-            "w<bits>a16[-g<group>][-zp][-mse or -gptq], bcq-q<bits>[-g<group>]"
+            "w<bits>a16[-g<group>][-zp][-mse or -gptq], bcq-q<bits>[-g<group>], sparse12-w7[-g<group>]"
         ),
     ] = "w8a8-dynamic",
     exceptions: Annotated[

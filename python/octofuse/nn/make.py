@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from octofuse.nn.linear import Int8Linear
-from octofuse.nn.weight_only import BCQLinear, PackedLinear, WeightOnlyLinear
+from octofuse.nn.weight_only import BCQLinear, PackedLinear, Sparse12Linear, WeightOnlyLinear
 from octofuse.quant import Scheme, WeightOnly
 
 QUANTISED = (Int8Linear, PackedLinear)
+_PACKED: dict[str, Any] = {"grid": WeightOnlyLinear, "bcq": BCQLinear, "sparse12": Sparse12Linear}
 
 
 def quantised_layer(
@@ -18,7 +21,8 @@ def quantised_layer(
     """The layer that stands for an nn.Linear or Conv1D; amax and moments: what calibration found, where it is needed."""
     if isinstance(scheme, Scheme):
         return Int8Linear.from_float(layer, scheme, amax)
-    return _packed(scheme).from_float(layer, scheme, moments)
+    made: nn.Module = _PACKED[scheme.code].from_float(layer, scheme, moments)
+    return made
 
 
 def empty_layer(
@@ -27,8 +31,5 @@ def empty_layer(
     """A layer of this scheme whose buffers are yet to be filled."""
     if isinstance(scheme, Scheme):
         return Int8Linear(in_features, out_features, bias=bias, scheme=scheme, dtype=dtype)
-    return _packed(scheme)(in_features, out_features, bias=bias, scheme=scheme, dtype=dtype)
-
-
-def _packed(scheme: WeightOnly) -> type[WeightOnlyLinear] | type[BCQLinear]:
-    return BCQLinear if scheme.code == "bcq" else WeightOnlyLinear
+    made: nn.Module = _PACKED[scheme.code](in_features, out_features, bias=bias, scheme=scheme, dtype=dtype)
+    return made

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.nn.linear import weight_of
-from octofuse.ops.lowbit import bcq_linear, woq_linear
-from octofuse.quant import WeightOnly, bcq, gptq, grid
+from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
+from octofuse.quant import WeightOnly, bcq, gptq, grid, sparse
 from octofuse.quant.packing import pack, packed_words, unpack
 
 
@@ -32,10 +32,14 @@ class PackedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
-        words = packed_words(scheme.bits, in_features)
+        words = packed_words(*self._codes())
         self.register_buffer("packed", torch.zeros(out_features, words, dtype=torch.int32, device=device))
         self._register(dtype, device)
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+
+    def _codes(self) -> tuple[int, int]:
+        """Bits of a code, and codes of a row."""
+        return self.scheme.bits, self.in_features
 
     @abstractmethod
     def _register(self, dtype: torch.dtype, device: torch.device | str | None) -> None:
@@ -120,6 +124,33 @@ class BCQLinear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         return bcq_linear(x, self.packed, self.alpha, None, self.bias, group=self.scheme.group)
+
+
+class Sparse12Linear(PackedLinear):
+    """y = x @ w^T + bias with one of every two columns of w; buffers besides: scale `[N, G]` in the weight's dtype."""
+
+    scale: Tensor
+
+    def _codes(self) -> tuple[int, int]:
+        return 8, -(-self.in_features // 2)
+
+    def _register(self, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        self.register_buffer("scale", torch.ones((self.out_features, self.groups), dtype=dtype, device=device))
+
+    @classmethod
+    def from_float(cls, layer: nn.Module, scheme: WeightOnly, moments: Tensor | None = None) -> Sparse12Linear:
+        w = weight_of(layer)
+        found = sparse.sparse12(w, scheme.group)
+        result = cls(w.shape[1], w.shape[0], bias=False, scheme=scheme, dtype=w.dtype, device=w.device)
+        result.packed, result.scale = pack(found.codes, 8), found.scale
+        return _with_bias(result, layer)
+
+    def dequantized(self) -> Tensor:
+        codes = unpack(self.packed, *self._codes())
+        return sparse.dequantize(codes, self.scale, self.in_features, self.scheme.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sparse12_linear(x, self.packed, self.scale, self.bias, group=self.scheme.group)
 
 
 Packed = TypeVar("Packed", bound=PackedLinear)

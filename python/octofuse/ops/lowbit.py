@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
-from octofuse.quant import bcq, grid
+from octofuse.quant import bcq, grid, sparse
 from octofuse.quant.packing import unpack
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -80,6 +80,25 @@ def bcq_linear(
     if offset is not None and offset.shape != alpha.shape[:2]:
         raise ValueError(f"offset: expected shape {list(alpha.shape[:2])}, got {list(offset.shape)}")
     w = bcq.dequantize(unpack(packed, alpha.shape[2], columns, planes=True), alpha, offset, group)
+    return _finished(x, w, bias, activation, residual)
+
+
+def sparse12_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: int | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`woq_linear` with one of every two columns of w (`quant.sparse`).
+
+    packed: int32 `[N, words]`, `pack(codes, 8)` of codes `[N, ceil(K / 2)]`; scale: floating point `[N, G]`.
+    """
+    columns = _checked(x, scale, "scale", group, packed)
+    w = sparse.dequantize(unpack(packed, 8, -(-columns // 2)), scale, columns, group)
     return _finished(x, w, bias, activation, residual)
 
 

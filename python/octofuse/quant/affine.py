@@ -107,8 +107,8 @@ def scheme_named(name: str | AnyScheme) -> AnyScheme:
     if base not in SCHEMES or alpha is None:
         raise ValueError(
             f"scheme: expected one of {', '.join(SCHEMES)}, each also with -smooth, -smooth<alpha in 0 to 1> or "
-            f"-smooth-search (and -values behind those), w<bits>a16[-g<group>][-zp][-mse or -gptq] or "
-            f"bcq-q<bits>[-g<group>], got {name!r}"
+            f"-smooth-search (and -values behind those), w<bits>a16[-g<group>][-zp][-mse or -gptq], "
+            f"bcq-q<bits>[-g<group>] or sparse12-w7[-g<group>], got {name!r}"
         )
     return replace(SCHEMES[base], smoothing=alpha, smooth_values=values) if smooth else SCHEMES[base]
 

@@ -10,6 +10,7 @@ GROUPS = (32, 64, 128, 256)
 METHODS = ("rtn", "mse", "gptq")
 _NAME = re.compile(r"w([1-8])a16(?:-g(\d+))?(-zp)?(?:-(mse|gptq))?")
 _CODED = re.compile(r"bcq-q([1-8])(?:-g(\d+))?")
+_SPARSE = re.compile(r"sparse12-w7(?:-g(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class WeightOnly:
     """How a linear layer's weight is quantised.
 
     bits: 1 to 8. group: columns that share a scale (32, 64, 128, 256); None: a row.
-    code: levels on a uniform "grid" (quant.grid), or "bcq": sums of `bits` scaled signs (quant.bcq).
+    code: levels on a uniform "grid" (quant.grid); "bcq": sums of `bits` scaled signs (quant.bcq); "sparse12": one of every
+        two columns, in 7 bits (quant.sparse).
     zero_points: a grid that covers a group's smallest to largest value, instead of as much on either side of 0.
     method: of a grid: round to nearest; "mse": the range that loses least in the weight; "gptq": errors made up for by
         later columns, which calibration says how to do.
@@ -25,7 +27,7 @@ class WeightOnly:
 
     bits: int = 4
     group: int | None = 128
-    code: Literal["grid", "bcq"] = "grid"
+    code: Literal["grid", "bcq", "sparse12"] = "grid"
     zero_points: bool = False
     method: Literal["rtn", "mse", "gptq"] = "rtn"
 
@@ -40,12 +42,14 @@ class WeightOnly:
             raise ValueError(f"bits: expected 1 to 8, got {self.bits!r}")
         if self.group is not None and self.group not in GROUPS:
             raise ValueError(f"group: expected None or one of {', '.join(map(str, GROUPS))}, got {self.group!r}")
-        if self.code not in ("grid", "bcq"):
-            raise ValueError(f"code: expected 'grid' or 'bcq', got {self.code!r}")
+        if self.code not in ("grid", "bcq", "sparse12"):
+            raise ValueError(f"code: expected 'grid', 'bcq' or 'sparse12', got {self.code!r}")
+        if self.code == "sparse12" and self.bits != 7:
+            raise ValueError(f"bits: expected 7 with sparse12, got {self.bits}")
         if self.method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
-        if self.code == "bcq" and (self.zero_points or self.method != "rtn"):
-            raise ValueError("code: expected 'grid' with zero_points or a method, got 'bcq'")
+        if self.code != "grid" and (self.zero_points or self.method != "rtn"):
+            raise ValueError(f"code: expected 'grid' with zero_points or a method, got {self.code!r}")
         if self.zero_points and self.bits == 1:
             raise ValueError("zero_points: expected False at 1 bit, got True")
 
@@ -58,12 +62,15 @@ class WeightOnly:
         group = "" if self.group is None else f"-g{self.group}"
         if self.code == "bcq":
             return f"bcq-q{self.bits}{group}"
+        if self.code == "sparse12":
+            return f"sparse12-w7{group}"
         method = "" if self.method == "rtn" else f"-{self.method}"
         return f"w{self.bits}a16{group}{'-zp' if self.zero_points else ''}{method}"
 
 
 def weight_only_named(name: str) -> WeightOnly | None:
-    """The scheme of names like "w8a16", "w4a16-g128", "w3a16-g64-zp-gptq" and "bcq-q3-g128"; None for others.
+    """The scheme of names like "w8a16", "w4a16-g128", "w3a16-g64-zp-gptq", "bcq-q3-g128" and "sparse12-w7"; None for
+    others.
 
     Raises ValueError for a group that there is not.
     """
@@ -72,6 +79,8 @@ def weight_only_named(name: str) -> WeightOnly | None:
         return WeightOnly(int(bits), _int(group), "grid", zero_points is not None, method or "rtn")  # type: ignore[arg-type]
     if found := _CODED.fullmatch(name):
         return WeightOnly(int(found[1]), _int(found[2]), "bcq")
+    if found := _SPARSE.fullmatch(name):
+        return WeightOnly(7, _int(found[1]), "sparse12")
     return None
 
 
