@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octofuse.quant import WeightOnly, gptq, scheme_named
 from octofuse.quant.bcq import Coded, bcq, from_grid
-from octofuse.quant.grid import Quantised, middle, quantize_rows, to_int8
+from octofuse.quant.grid import Quantised, middle, quantize_rows
 from octofuse.quant.packing import pack, packed_words, unpack
 from octofuse.quant.sparse import sparse12
 
@@ -119,17 +119,6 @@ def test_grids_take_zeros_and_refuse_nan() -> None:
     for call in (lambda: quantize_rows(w, 4, None), lambda: bcq(w, 2, None), lambda: gptq(w, torch.eye(200), 4, None)):
         with pytest.raises(ValueError, match="weight: expected finite values, got NaN or Inf"):
             call()
-
-
-@pytest.mark.parametrize("bits", WIDTHS)
-def test_levels_as_int8(bits: int) -> None:
-    found = quantize_rows(weight(), bits, 64)
-    values, scale = to_int8(found)
-    assert values.dtype == torch.int8
-    exact = values.double() * scale.double().repeat_interleave(64, 1)[:, :200]
-    assert torch.allclose(exact, found.dequantized().double(), rtol=1e-6)
-    with pytest.raises(ValueError, match="quantised: expected a grid without zero points"):
-        to_int8(quantize_rows(weight(), 4, 64, zero_points=True))
 
 
 @pytest.mark.parametrize("group", [None, 32, 64, 256])
@@ -247,3 +236,7 @@ def test_wrong_names(name: str, message: str) -> None:
         scheme_named(name)
     with pytest.raises(ValueError, match="code: expected 'grid' with zero_points or a method, got 'bcq'"):
         WeightOnly(3, 64, "bcq", method="mse")
+    with pytest.raises(ValueError, match=r"bits: expected 1 to 8, got 4\.0"):
+        WeightOnly(4.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="scheme: expected a name, Scheme or WeightOnly, got int"):
+        scheme_named(8)  # type: ignore[arg-type]

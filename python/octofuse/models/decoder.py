@@ -214,13 +214,12 @@ class _Layer:
         self.dtype = dtype
         self.int8 = layer if isinstance(layer, Int8Linear) else None
         self.packed = layer if isinstance(layer, PackedLinear) else None
-        self.weight = layer.packed if isinstance(layer, PackedLinear) else self._weight(layer)
+        if isinstance(layer, PackedLinear):
+            self.weight = layer.packed
+        else:
+            self.weight = layer.weight if isinstance(layer, Int8Linear) else weight_of(layer).contiguous()
         bias = getattr(layer, "bias", None)
         self.bias = None if bias is None else bias.detach()
-
-    @staticmethod
-    def _weight(layer: nn.Module) -> Tensor:
-        return layer.weight if isinstance(layer, Int8Linear) else weight_of(layer).contiguous()
 
     @property
     def scale(self) -> Tensor | None:

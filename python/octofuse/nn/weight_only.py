@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from octofuse.quant.packing import pack, packed_words, unpack
 
 
 class PackedLinear(nn.Module):
-    """What both kinds share: packed int32 `[N, words]` (quant.packing) and bias `[N]` or None."""
+    """What all kinds share: packed int32 `[N, words]` (quant.packing) and bias `[N]` or None."""
 
     packed: Tensor
     bias: Tensor | None
@@ -49,6 +48,21 @@ class PackedLinear(nn.Module):
     def groups(self) -> int:
         return grid.groups_of(self.in_features, self.scheme.group)
 
+    @classmethod
+    def from_float(cls, layer: nn.Module, scheme: WeightOnly, moments: Tensor | None = None) -> PackedLinear:
+        """Quantise an nn.Linear or a transformers Conv1D; moments `[K, K]` as quant.gptq takes them, for that alone."""
+        w = weight_of(layer)
+        result = cls(w.shape[1], w.shape[0], bias=False, scheme=scheme, dtype=w.dtype, device=w.device)
+        result._encode(w, moments)
+        bias = getattr(layer, "bias", None)
+        result.bias = None if bias is None else bias.detach().clone()
+        result.train(layer.training)
+        return result
+
+    @abstractmethod
+    def _encode(self, w: Tensor, moments: Tensor | None) -> None:
+        """Fill the buffers, bias apart, from a weight `[N, K]`."""
+
     @abstractmethod
     def dequantized(self) -> Tensor:
         """The weight, `[N, K]`."""
@@ -72,10 +86,8 @@ class WeightOnlyLinear(PackedLinear):
         zero = torch.zeros(shape, dtype=torch.uint8, device=device) if self.scheme.zero_points else None
         self.register_buffer("zero", zero)
 
-    @classmethod
-    def from_float(cls, layer: nn.Module, scheme: WeightOnly, moments: Tensor | None = None) -> WeightOnlyLinear:
-        """Quantise an nn.Linear or a transformers Conv1D; moments `[K, K]` as quant.gptq takes them, for that alone."""
-        w = weight_of(layer)
+    def _encode(self, w: Tensor, moments: Tensor | None) -> None:
+        scheme = self.scheme
         zeros = scheme.zero_points
         if scheme.method == "gptq":
             if moments is None:
@@ -84,9 +96,7 @@ class WeightOnlyLinear(PackedLinear):
         else:
             search = scheme.method == "mse"
             found = grid.quantize_rows(w, scheme.bits, scheme.group, zero_points=zeros, search=search)
-        result = cls(w.shape[1], w.shape[0], bias=False, scheme=scheme, dtype=w.dtype, device=w.device)
-        result.packed, result.scale, result.zero = pack(found.codes, scheme.bits), found.scale, found.zero
-        return _with_bias(result, layer)
+        self.packed, self.scale, self.zero = pack(found.codes, scheme.bits), found.scale, found.zero
 
     def dequantized(self) -> Tensor:
         codes = unpack(self.packed, self.scheme.bits, self.in_features)
@@ -110,13 +120,9 @@ class BCQLinear(PackedLinear):
         shape = (self.out_features, self.groups, self.scheme.bits)
         self.register_buffer("alpha", torch.zeros(shape, dtype=dtype, device=device))
 
-    @classmethod
-    def from_float(cls, layer: nn.Module, scheme: WeightOnly, moments: Tensor | None = None) -> BCQLinear:
-        w = weight_of(layer)
-        found = bcq.bcq(w, scheme.bits, scheme.group)
-        result = cls(w.shape[1], w.shape[0], bias=False, scheme=scheme, dtype=w.dtype, device=w.device)
-        result.packed, result.alpha = pack(found.codes, scheme.bits, planes=True), found.alpha
-        return _with_bias(result, layer)
+    def _encode(self, w: Tensor, moments: Tensor | None) -> None:
+        found = bcq.bcq(w, self.scheme.bits, self.scheme.group)
+        self.packed, self.alpha = pack(found.codes, self.scheme.bits, planes=True), found.alpha
 
     def dequantized(self) -> Tensor:
         codes = unpack(self.packed, self.scheme.bits, self.in_features, planes=True)
@@ -137,13 +143,9 @@ class Sparse12Linear(PackedLinear):
     def _register(self, dtype: torch.dtype, device: torch.device | str | None) -> None:
         self.register_buffer("scale", torch.ones((self.out_features, self.groups), dtype=dtype, device=device))
 
-    @classmethod
-    def from_float(cls, layer: nn.Module, scheme: WeightOnly, moments: Tensor | None = None) -> Sparse12Linear:
-        w = weight_of(layer)
-        found = sparse.sparse12(w, scheme.group)
-        result = cls(w.shape[1], w.shape[0], bias=False, scheme=scheme, dtype=w.dtype, device=w.device)
-        result.packed, result.scale = pack(found.codes, 8), found.scale
-        return _with_bias(result, layer)
+    def _encode(self, w: Tensor, moments: Tensor | None) -> None:
+        found = sparse.sparse12(w, self.scheme.group)
+        self.packed, self.scale = pack(found.codes, 8), found.scale
 
     def dequantized(self) -> Tensor:
         codes = unpack(self.packed, *self._codes())
@@ -151,13 +153,3 @@ class Sparse12Linear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         return sparse12_linear(x, self.packed, self.scale, self.bias, group=self.scheme.group)
-
-
-Packed = TypeVar("Packed", bound=PackedLinear)
-
-
-def _with_bias(result: Packed, layer: nn.Module) -> Packed:
-    bias = getattr(layer, "bias", None)
-    result.bias = None if bias is None else bias.detach().clone()
-    result.train(layer.training)
-    return result

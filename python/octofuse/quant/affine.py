@@ -95,10 +95,12 @@ def scheme_named(name: str | AnyScheme) -> AnyScheme:
     """The scheme behind a name: one of SCHEMES, with "-smooth", "-smooth0.7" or "-smooth-search" for SmoothQuant, and
     "-values" behind that to smooth attention's output too; or a weight-only one, as `weight_only_named` reads it.
 
-    Raises ValueError that lists them.
+    Raises ValueError that lists them, TypeError for what is neither.
     """
-    if not isinstance(name, str):
+    if isinstance(name, Scheme | WeightOnly):
         return name
+    if not isinstance(name, str):
+        raise TypeError(f"scheme: expected a name, Scheme or WeightOnly, got {type(name).__name__}")
     if (low := weight_only_named(name)) is not None:
         return low
     base, smooth, rest = name.partition("-smooth")

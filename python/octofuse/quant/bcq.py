@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from octofuse.quant.grid import Quantised, check_finite, fit, middle
+from octofuse.quant.grid import Quantised, check_finite, fit, middle, spread
 
 ROUNDS = 12
 AT_ONCE = 1 << 22  # weights that are worked on together: the search sorts no more than these
@@ -40,13 +40,12 @@ class Coded:
 def dequantize(codes: Tensor, alpha: Tensor, offset: Tensor | None, group: int | None) -> Tensor:
     """codes [N, K], alpha [N, G, q], offset [N, G] -> [N, K] in alpha's dtype."""
     columns = codes.shape[1]
-    width = columns if group is None else group
     sums = torch.zeros(codes.shape, device=codes.device)
     for i in range(alpha.shape[2]):
-        of_columns = alpha[:, :, i].float().repeat_interleave(width, 1)[:, :columns]
+        of_columns = spread(alpha[:, :, i], group, columns)
         sums += torch.where((codes >> i & 1).bool(), of_columns, -of_columns)
     if offset is not None:
-        sums += offset.float().repeat_interleave(width, 1)[:, :columns]
+        sums += spread(offset, group, columns)
     return sums.to(alpha.dtype)
 
 

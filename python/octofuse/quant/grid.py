@@ -41,13 +41,13 @@ def groups_of(columns: int, group: int | None) -> int:
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int | None) -> Tensor:
     """codes [N, K], scale and zero [N, G] -> [N, K] in the scale's dtype."""
     columns = codes.shape[1]
-    width = columns if group is None else group
-    offset = middle(bits) if zero is None else _spread(zero.float(), width, columns)
-    return ((codes.float() - offset) * _spread(scale.float(), width, columns)).to(scale.dtype)
+    offset = middle(bits) if zero is None else spread(zero, group, columns)
+    return ((codes.float() - offset) * spread(scale, group, columns)).to(scale.dtype)
 
 
-def _spread(of_groups: Tensor, width: int, columns: int) -> Tensor:
-    return of_groups.repeat_interleave(width, 1)[:, :columns]
+def spread(of_groups: Tensor, group: int | None, columns: int) -> Tensor:
+    """[N, G] -> fp32 [N, columns]: each group's value for all of its columns."""
+    return of_groups.float().repeat_interleave(columns if group is None else group, 1)[:, :columns]
 
 
 @torch.no_grad()
@@ -100,19 +100,6 @@ def encode(w: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
 def check_finite(w: Tensor) -> None:
     if not torch.isfinite(w).all():
         raise ValueError("weight: expected finite values, got NaN or Inf")
-
-
-def to_int8(quantised: Quantised) -> tuple[Tensor, Tensor]:
-    """Codes without zero points as int8 [N, K] and the scale of these, [N, G]: for products with int8 activations.
-
-    Below 8 bits the levels are odd numbers of half steps.
-    """
-    if quantised.zero is not None:
-        raise ValueError("quantised: expected a grid without zero points, got one with them")
-    if quantised.bits == 8:
-        return (quantised.codes.to(torch.int16) - 128).to(torch.int8), quantised.scale
-    values = 2 * quantised.codes.to(torch.int16) - ((1 << quantised.bits) - 1)
-    return values.to(torch.int8), quantised.scale / 2
 
 
 def _range(w: Tensor, bits: int, zero_points: bool, dtype: torch.dtype, clip: float) -> tuple[Tensor, Tensor | None]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from octofuse.quant.grid import check_finite
+from octofuse.quant.grid import check_finite, spread
 
 MOST = 63.0  # the largest value
 
@@ -42,8 +42,7 @@ def dequantize(codes: Tensor, scale: Tensor, columns: int, group: int | None) ->
     values = torch.where(low >= 64, low - 128, low).float()
     second = codes >= 128
     pairs = torch.stack([values * ~second, values * second], -1).flatten(1)[:, :columns]
-    width = columns if group is None else group
-    return (pairs * scale.float().repeat_interleave(width, 1)[:, :columns]).to(scale.dtype)
+    return (pairs * spread(scale, group, columns)).to(scale.dtype)
 
 
 @torch.no_grad()
@@ -56,7 +55,7 @@ def sparse12(w: Tensor, group: int | None) -> Sparse:
     reach = filled.view(rows, -1, width).abs().amax(-1)  # the largest of a group is the larger of its two
     scale = (reach / MOST).to(w.dtype)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    levels = (w.float() / scale.float().repeat_interleave(width, 1)[:, :columns]).round().clamp(-MOST, MOST)
+    levels = (w.float() / spread(scale, group, columns)).round().clamp(-MOST, MOST)
     pairs = pad(levels, (0, columns % 2)).view(rows, -1, 2)
     sizes = pad(w.float().abs(), (0, columns % 2)).view(rows, -1, 2)
     second = sizes[..., 1] > sizes[..., 0]

@@ -38,7 +38,7 @@ class WeightOnly:
     clipping: ClassVar[str] = "max"
 
     def __post_init__(self) -> None:
-        if self.bits not in range(1, 9):
+        if not isinstance(self.bits, int) or self.bits not in range(1, 9):
             raise ValueError(f"bits: expected 1 to 8, got {self.bits!r}")
         if self.group is not None and self.group not in GROUPS:
             raise ValueError(f"group: expected None or one of {', '.join(map(str, GROUPS))}, got {self.group!r}")
