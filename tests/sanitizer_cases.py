@@ -10,16 +10,18 @@ of uninitialised memory. Wrong or missing outputs are found by the comparison.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 
 import torch
 
 import octofuse
 from helpers import FLOATS, engines, operands, served
-from octofuse import layouts
+from octofuse import _C, layouts
 from octofuse.layouts import COL32, LAYOUTS, ROW, from_layout, interleaved, to_layout
 from octofuse.ops import decode
 from octofuse.testing import reference
+from test_lowbit_kernels import Weight
 
 # Aligned and ragged, one row and several tiles, K padded inside, a K that wraps every ring of stages.
 SHAPES = ((1, 16, 32), (70, 264, 144), (33, 100, 77), (130, 17, 5), (65, 128, 256), (17, 130, 3100))
@@ -165,6 +167,33 @@ def decode_cases() -> int:
     return count
 
 
+def lowbit_cases() -> int:
+    """Weights of few bits: every kernel, with and without neighbours that are missing."""
+    count = 0
+    kinds = (
+        ("uniform", 4, False),
+        ("uniform", 3, True),
+        ("uniform", 8, False),
+        ("planes", 2, False),
+        ("sparse12", 7, False),
+    )
+    for (kind, bits, zeros), (n, k), group in itertools.product(
+        kinds, ((33, 100), (144, 2176), (3216, 128)), (None, 32, 128)
+    ):
+        weight = Weight(kind, bits, group, n, k, zeros, torch.float16)
+        packed, scale, bias = (t.cpu().cuda() for t in (weight.packed, weight.scale, weight.bias))
+        zero = None if weight.zero is None else weight.zero.cpu().cuda()
+        _C.lowbit_dequantize(packed, scale, zero, kind, bits, group, k)
+        for m, mma_sync in ((1, False), (3, False), (7, False), (20, False), (40, False), (7, True), (40, True)):
+            x = weight.tokens(m).cpu().cuda()
+            arguments = (x, packed, scale, zero, bias, kind, bits, group, None, None, True)
+            got = _C.lowbit_linear(*arguments, mma_sync=mma_sync)
+            want = x.double() @ weight.exact.t() + weight.bias.double()
+            assert (got.double() - want).abs().max() <= 2e-3 * want.abs().max(), (kind, bits, n, k, group, m)
+            count += 1
+    return count
+
+
 def quantize_cases() -> int:
     count = 0
     for shape in ((1, 1), (5, 100), (130, 768)):
@@ -186,7 +215,7 @@ def main() -> int:
     wanted = parser.parse_args().engines
     chosen = [name for name in engines("cuda") if wanted == ["all"] or name.split("/")[0] in wanted]
     total = linear_cases(chosen) + many_tile_cases(chosen) + quantize_cases() + row_cases() + layout_cases()
-    total += decode_cases()
+    total += decode_cases() + lowbit_cases()
     torch.cuda.synchronize()
     print(f"sanitizer cases: {total}")
     return 0 if total >= 100 else 1

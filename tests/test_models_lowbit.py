@@ -44,17 +44,17 @@ def layer_of(name: str, n: int, k: int, dtype: torch.dtype, device: str) -> tupl
 @pytest.mark.parametrize(("n", "k"), [(48, 128), (33, 100), (1, 300)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_linears_multiply_what_they_hold(device: str, name: str, n: int, k: int, dtype: torch.dtype) -> None:
-    """At most twice the error of torch's own linear on the dequantised weight; both are that linear until there are
-    kernels."""
+    """No further than twice the error of torch's own linear from what that gives in fp64: it rounds the weight as well."""
     layer, _ = layer_of(name, n, k, dtype, device)
     x = torch.randn(2, 5, k, device=device).to(dtype)
     w = layer.dequantized()
     want = linear(x.double(), w.double(), layer.bias.double())
+    rounding = (x.double().abs() @ w.double().abs().t()).max() * torch.finfo(dtype).eps / 2  # of the weight
     own = (linear(x, w, layer.bias).double() - want).abs().max()
     got = layer(x)
     assert got.shape == (2, 5, n)
     assert got.dtype == dtype
-    assert (got.double() - want).abs().max() <= 2 * own + 1e-12
+    assert (got.double() - want).abs().max() <= 2 * own + rounding
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -73,9 +73,11 @@ def test_epilogues(device: str, name: str) -> None:
     plain = layer(x)
     assert torch.equal(run("relu", residual), plain.relu() + residual)
     assert torch.equal(run("gelu_tanh", None), torch.nn.functional.gelu(plain, approximate="tanh"))
-    with pytest.raises(ValueError, match="activation: expected None, relu, gelu, gelu_tanh, silu, got 'tanh'"):
+    with pytest.raises(
+        ValueError, match="activation: expected None, 'relu', 'gelu', 'gelu_tanh' or 'silu', got 'tanh'"
+    ):
         run("tanh", None)
-    with pytest.raises(ValueError, match=r"residual: expected the output's shape \[7, 40\], got \[6, 40\]"):
+    with pytest.raises(ValueError, match=r"residual: expected shape \[7, 40\], got \[6, 40\]"):
         run(None, residual[1:])
 
 
@@ -84,17 +86,27 @@ def test_wrong_operands_are_refused_by_name() -> None:
     assert isinstance(layer, WeightOnlyLinear)
     x, packed, scale, zero = torch.randn(2, 96), layer.packed, layer.scale, layer.zero
     cases = (
-        (TypeError, "x: expected dtype float16, bfloat16 or float32", {"x": x.int()}),
-        (ValueError, r"scale: expected \[40, 2\] rows and groups, got \[40, 3\]", {"x": torch.randn(2, 64)}),
-        (ValueError, r"packed: expected int32 \[N, 16\] for 96 codes of 4 bits", {"packed": packed[:, 1:]}),
-        (ValueError, r"zero: expected uint8 of shape \[40, 3\]", {"zero": zero.float()}),
+        (TypeError, "x: expected dtype float16 or bfloat16 or float32, got int32", {"x": x.int()}),
+        (
+            ValueError,
+            r"scale: expected a contiguous tensor of shape \[2, 40\], got \[3, 40\]",
+            {"x": x[:, :64].clone()},
+        ),
+        (
+            ValueError,
+            r"packed: expected a contiguous tensor of shape \[48, 16\], got \[48, 15\]",
+            {"packed": packed[:, 1:]},
+        ),
+        (TypeError, "packed: expected dtype int32, got float32", {"packed": packed.float()}),
+        (TypeError, "zero: expected dtype uint8, got float32", {"zero": zero.float()}),
+        (ValueError, r"zero: expected a contiguous tensor of shape \[3, 40\], got \[2, 40\]", {"zero": zero[1:]}),
         (ValueError, r"bias: expected shape \[40\], got \[39\]", {"bias": torch.zeros(39)}),
     )
     for error, message, wrong in cases:
         given = {"x": x, "packed": packed, "scale": scale, "zero": zero} | wrong
         with pytest.raises(error, match=message):
             woq_linear(**given, bits=4, group=32)
-    with pytest.raises(ValueError, match=r"alpha: expected \[N, G, q\], got shape \[40, 3\]"):
+    with pytest.raises(ValueError, match=r"alpha: expected \[G, q, N\], got shape \[3, 40\]"):
         bcq_linear(x, packed, scale)
     with pytest.raises(ValueError, match="moments: expected calibrated second moments for gptq, got None"):
         quantised_layer(nn.Linear(32, 8), WeightOnly(4, 32, method="gptq"))

@@ -11,7 +11,7 @@ from torch import Tensor
 from octofuse.quant import WeightOnly, gptq, scheme_named
 from octofuse.quant.bcq import Coded, bcq, from_grid
 from octofuse.quant.grid import Quantised, middle, quantize_rows
-from octofuse.quant.packing import pack, packed_words, unpack
+from octofuse.quant.packing import pack, pack_pairs, packed_rows, packed_words, unpack, unpack_pairs
 from octofuse.quant.sparse import sparse12
 
 WIDTHS = range(1, 9)
@@ -28,33 +28,59 @@ def error(found: Quantised | Coded, w: Tensor) -> float:
 
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("planes", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 31), (2, 128), (5, 129), (4, 1600)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 31), (16, 128), (17, 129), (5, 1600)])
 def test_packing_is_exact(bits: int, planes: bool, shape: tuple[int, int]) -> None:
     codes = torch.randint(0, 1 << bits, shape, generator=torch.Generator().manual_seed(bits), dtype=torch.uint8)
     packed = pack(codes, bits, planes=planes)
-    assert packed.shape == (shape[0], packed_words(bits, shape[1]))
+    assert packed.shape == (packed_rows(shape[0]), packed_words(bits, shape[1]))
     assert packed.dtype == torch.int32
-    assert packed.shape[1] * 4 % 16 == 0, "every row starts at a multiple of 16 bytes"
-    assert torch.equal(unpack(packed, bits, shape[1], planes=planes), codes)
+    assert packed.numel() * 32 == -(-shape[0] // 16) * 16 * -(-shape[1] // 128) * 128 * bits
+    assert torch.equal(unpack(packed, bits, *shape, planes=planes), codes)
 
 
-def test_packing_lies_as_it_says() -> None:
-    """Word by word, from the description alone."""
-    codes = torch.randint(0, 128, (1, 128), generator=torch.Generator().manual_seed(1))
-    words = [int(word) & 0xFFFFFFFF for word in pack(codes, 7)[0]]
-    want = []
-    low = 0
-    for width in (4, 2, 1):
-        for chunk in range(4):
-            for word in range(width):
-                value = 0
-                for v in range(32 // width):
-                    code = int(codes[0, chunk * 32 + word * (32 // width) + v])
-                    value |= (code >> low & (1 << width) - 1) << (v // 2 * width + v % 2 * 16)
-                want.append(value)
-        low += width
-    assert words == want
-    assert pack(torch.tensor([[1, 2, 3, 4]]), 8)[0, 0].item() == 0x04030201
+@pytest.mark.parametrize("shape", [(1, 1), (3, 31), (16, 128), (17, 129), (5, 300)])
+def test_packing_of_pairs_is_exact(shape: tuple[int, int]) -> None:
+    codes = torch.randint(0, 256, (shape[0], -(-shape[1] // 2)), generator=torch.Generator().manual_seed(0))
+    packed = pack_pairs(codes)
+    assert packed.shape == (packed_rows(shape[0]), packed_words(4, shape[1]))
+    assert torch.equal(unpack_pairs(packed, *shape).long(), codes)
+
+
+def word(packed: Tensor, tile: int, words_of_tile: int, at: int) -> int:
+    return int(packed.flatten()[tile * words_of_tile + at]) & 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("planes", [False, True])
+def test_packing_lies_as_it_says(planes: bool) -> None:
+    """Code by code, from the description alone: 20 x 200 codes of 7 bits, 4 + 2 + 1 or 7 planes."""
+    rows, columns, bits = 20, 200, 7
+    codes = torch.randint(0, 128, (rows, columns), generator=torch.Generator().manual_seed(1))
+    packed = pack(codes, bits, planes=planes)
+    for n, k in itertools.product(range(0, rows, 3), range(0, columns, 7)):
+        tile = n // 16 * 2 + k // 128
+        step, t, byte, odd = k % 128 // 32, k % 32 // 8, k % 8 // 2, k % 2
+        lane, register = n % 8 * 4 + t, step * 4 + odd * 2 + n % 16 // 8
+        code = first = low = 0
+        for width in (1,) * 7 if planes else (4, 2, 1):
+            of_lane = register // (8 // width)
+            side_by_side = 2 if width == 1 else 4
+            at = first + of_lane // side_by_side * 32 * side_by_side + lane * side_by_side + of_lane % side_by_side
+            bit = register % (8 // width) * width + byte * 8
+            code |= (word(packed, tile, bits * 64, at) >> bit & (1 << width) - 1) << low
+            first, low = first + 64 * width, low + width
+        assert code == codes[n, k], (n, k)
+
+
+def test_pairs_lie_as_they_say() -> None:
+    codes = torch.randint(0, 256, (20, 100), generator=torch.Generator().manual_seed(1))  # 200 columns
+    packed = pack_pairs(codes)
+    for n, pair in itertools.product(range(0, 20, 3), range(0, 100, 7)):
+        k = pair * 2
+        tile = n // 16 * 2 + k // 128
+        step, t, byte = k % 128 // 32, k % 32 // 8, k % 8 // 2
+        lane, of_lane = n % 8 * 4 + t, step * 2 + n % 16 // 8
+        at = of_lane // 4 * 128 + lane * 4 + of_lane % 4
+        assert word(packed, tile, 256, at) >> (byte * 8) & 255 == codes[n, pair]
 
 
 def test_packing_refuses() -> None:
@@ -66,8 +92,8 @@ def test_packing_refuses() -> None:
         pack(torch.zeros(2, 2), 3)
     with pytest.raises(ValueError, match="bits: expected 1 to 8, got 9"):
         pack(torch.zeros(2, 2, dtype=torch.int32), 9)
-    with pytest.raises(ValueError, match=r"packed: expected int32 \[N, 16\] for 100 codes of 4 bits"):
-        unpack(torch.zeros(2, 15, dtype=torch.int32), 4, 100)
+    with pytest.raises(ValueError, match=r"packed: expected int32 of shape \[16, 16\] for 2 x 100 codes of 4 bits"):
+        unpack(torch.zeros(2, 16, dtype=torch.int32), 4, 2, 100)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
@@ -196,7 +222,7 @@ def test_one_of_two_columns(group: int | None, columns: int) -> None:
     assert (values[~kept] == 0).all()
     spread = found.scale.repeat_interleave(group or columns, 1)[:, :columns]
     assert ((values - w).abs() <= 0.501 * spread)[kept].all()
-    assert torch.equal(unpack(pack(found.codes, 8), 8, found.codes.shape[1]), found.codes)
+    assert torch.equal(unpack_pairs(pack_pairs(found.codes), 9, columns), found.codes)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,25 @@ def prefer_cublaslt(m: int, n: int, k: int, int8_output: bool, algorithm: int, d
 def candidates() -> list[str]: ...
 def tune_cublaslt(x: Tensor, w: Tensor, int8_output: bool) -> list[tuple[int, float]]: ...
 
+# bind_lowbit.cpp
+def lowbit_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    kind: str,
+    bits: int,
+    group: int | None,
+    activation: str | None,
+    residual: Tensor | None,
+    constant_weight: bool,
+    mma_sync: bool = ...,
+) -> Tensor | None: ...
+def lowbit_dequantize(
+    packed: Tensor, scale: Tensor, zero: Tensor | None, kind: str, bits: int, group: int | None, k: int
+) -> Tensor | None: ...
+
 # bind_decode.cpp
 def quantized_linear(
     x: Tensor,

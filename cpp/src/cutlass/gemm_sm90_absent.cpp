@@ -2,6 +2,7 @@
 #include "cutlass/gemm_cutlass.h"
 #include "kernels/few_rows.h"
 #include "kernels/gemm_skinny.h"
+#include "kernels/lowbit_kernels.h"
 #include "octofuse/decode.h"
 #include "octofuse/error.h"
 #include "wgmma/launch.h"
@@ -36,6 +37,15 @@ namespace octofuse::rows {
 bool run_few(const RowPassArgs&, cudaStream_t) { return false; }
 
 }  // namespace octofuse::rows
+
+namespace octofuse::lowbit {
+
+size_t wgmma_scratch(const LowbitArgs&) { return 0; }
+void run_wgmma(const LowbitArgs&, void*, int, cudaStream_t) {
+  throw RuntimeError("lowbit_wgmma: this build holds no sm_90a kernels");
+}
+
+}  // namespace octofuse::lowbit
 
 namespace octofuse {
 

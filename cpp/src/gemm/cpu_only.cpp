@@ -5,6 +5,7 @@
 #include "octofuse/error.h"
 #include "octofuse/gemm.h"
 #include "octofuse/layout.h"
+#include "octofuse/lowbit.h"
 #include "octofuse/row_linear.h"
 #include "octofuse/row_pass.h"
 
@@ -39,6 +40,10 @@ bool takes_logits(int64_t, int) { return false; }
 void logits(const LogitsArgs&, int, Stream) { absent(); }
 void embed(const EmbedArgs&, int, Stream) { absent(); }
 void choose(const ChooseArgs&, int, Stream) { absent(); }
+bool takes_lowbit(const LowbitArgs&, int) { return false; }
+size_t lowbit_scratch(const LowbitArgs&, int) { return 0; }
+void lowbit_linear(const LowbitArgs&, void*, int, Stream) { absent(); }
+void lowbit_dequantize(const LowbitArgs&, void*, int, Stream) { absent(); }
 void run_row_linear(const RowPassArgs&, bool, const GemmArgs&, const GemmProblem&, int, Stream, const Allocator&) {
   absent();
 }

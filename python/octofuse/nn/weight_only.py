@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.nn.linear import weight_of
-from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
+from octofuse.ops.lowbit import bcq_linear, dequantize_lowbit, sparse12_linear, woq_linear
 from octofuse.quant import WeightOnly, bcq, gptq, grid, sparse
-from octofuse.quant.packing import pack, packed_words, unpack
+from octofuse.quant.packing import pack, pack_pairs, packed_rows, packed_words
 
 
 class PackedLinear(nn.Module):
-    """What all kinds share: packed int32 `[N, words]` (quant.packing) and bias `[N]` or None."""
+    """What all kinds share: packed int32 (quant.packing) and bias `[N]` or None. Buffers must not change under a call."""
 
     packed: Tensor
     bias: Tensor | None
@@ -31,14 +31,14 @@ class PackedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
-        words = packed_words(*self._codes())
-        self.register_buffer("packed", torch.zeros(out_features, words, dtype=torch.int32, device=device))
+        shape = (packed_rows(out_features), packed_words(self._width(), in_features))
+        self.register_buffer("packed", torch.zeros(shape, dtype=torch.int32, device=device))
         self._register(dtype, device)
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
 
-    def _codes(self) -> tuple[int, int]:
-        """Bits of a code, and codes of a row."""
-        return self.scheme.bits, self.in_features
+    def _width(self) -> int:
+        """Bits that a column takes."""
+        return self.scheme.bits
 
     @abstractmethod
     def _register(self, dtype: torch.dtype, device: torch.device | str | None) -> None:
@@ -74,14 +74,14 @@ class PackedLinear(nn.Module):
 class WeightOnlyLinear(PackedLinear):
     """y = x @ w^T + bias with w = scale * (code - zero).
 
-    Buffers besides: scale `[N, G]` in the weight's dtype; zero uint8 `[N, G]` if the scheme has zero points.
+    Buffers besides: scale `[G, N]` in the weight's dtype; zero uint8 `[G, N]` if the scheme has zero points.
     """
 
     scale: Tensor
     zero: Tensor | None
 
     def _register(self, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        shape = (self.out_features, self.groups)
+        shape = (self.groups, self.out_features)
         self.register_buffer("scale", torch.ones(shape, dtype=dtype, device=device))
         zero = torch.zeros(shape, dtype=torch.uint8, device=device) if self.scheme.zero_points else None
         self.register_buffer("zero", zero)
@@ -96,60 +96,64 @@ class WeightOnlyLinear(PackedLinear):
         else:
             search = scheme.method == "mse"
             found = grid.quantize_rows(w, scheme.bits, scheme.group, zero_points=zeros, search=search)
-        self.packed, self.scale, self.zero = pack(found.codes, scheme.bits), found.scale, found.zero
+        self.packed, self.scale = pack(found.codes, scheme.bits), found.scale.t().contiguous()
+        self.zero = None if found.zero is None else found.zero.t().contiguous()
 
     def dequantized(self) -> Tensor:
-        codes = unpack(self.packed, self.scheme.bits, self.in_features)
-        return grid.dequantize(codes, self.scale, self.zero, self.scheme.bits, self.scheme.group)
+        of_groups = (self.packed, self.scale, self.zero, None)
+        return dequantize_lowbit(*of_groups, "uniform", self.scheme.bits, self.scheme.group, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        return woq_linear(
-            x, self.packed, self.scale, self.zero, self.bias, bits=self.scheme.bits, group=self.scheme.group
-        )
+        of_groups = (self.scale, self.zero, self.bias)
+        bits, group = self.scheme.bits, self.scheme.group
+        return woq_linear(x, self.packed, *of_groups, bits=bits, group=group, constant_weight=True)
 
 
 class BCQLinear(PackedLinear):
     """y = x @ w^T + bias with w = sum of alpha[i] * (+1 or -1).
 
-    Buffers besides: alpha `[N, G, q]` in the weight's dtype.
+    Buffers besides: alpha `[G, q, N]` in the weight's dtype.
     """
 
     alpha: Tensor
 
     def _register(self, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        shape = (self.out_features, self.groups, self.scheme.bits)
+        shape = (self.groups, self.scheme.bits, self.out_features)
         self.register_buffer("alpha", torch.zeros(shape, dtype=dtype, device=device))
 
     def _encode(self, w: Tensor, moments: Tensor | None) -> None:
         found = bcq.bcq(w, self.scheme.bits, self.scheme.group)
-        self.packed, self.alpha = pack(found.codes, self.scheme.bits, planes=True), found.alpha
+        self.packed = pack(found.codes, self.scheme.bits, planes=True)
+        self.alpha = found.alpha.permute(1, 2, 0).contiguous()
 
     def dequantized(self) -> Tensor:
-        codes = unpack(self.packed, self.scheme.bits, self.in_features, planes=True)
-        return bcq.dequantize(codes, self.alpha, None, self.scheme.group)
+        of_groups = (self.packed, self.alpha, None, None)
+        return dequantize_lowbit(*of_groups, "planes", self.scheme.bits, self.scheme.group, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        return bcq_linear(x, self.packed, self.alpha, None, self.bias, group=self.scheme.group)
+        group = self.scheme.group
+        return bcq_linear(x, self.packed, self.alpha, None, self.bias, group=group, constant_weight=True)
 
 
 class Sparse12Linear(PackedLinear):
-    """y = x @ w^T + bias with one of every two columns of w; buffers besides: scale `[N, G]` in the weight's dtype."""
+    """y = x @ w^T + bias with one of every two columns of w; buffers besides: scale `[G, N]` in the weight's dtype."""
 
     scale: Tensor
 
-    def _codes(self) -> tuple[int, int]:
-        return 8, -(-self.in_features // 2)
+    def _width(self) -> int:
+        return 4
 
     def _register(self, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        self.register_buffer("scale", torch.ones((self.out_features, self.groups), dtype=dtype, device=device))
+        self.register_buffer("scale", torch.ones((self.groups, self.out_features), dtype=dtype, device=device))
 
     def _encode(self, w: Tensor, moments: Tensor | None) -> None:
         found = sparse.sparse12(w, self.scheme.group)
-        self.packed, self.scale = pack(found.codes, 8), found.scale
+        self.packed, self.scale = pack_pairs(found.codes), found.scale.t().contiguous()
 
     def dequantized(self) -> Tensor:
-        codes = unpack(self.packed, *self._codes())
-        return sparse.dequantize(codes, self.scale, self.in_features, self.scheme.group)
+        of_groups = (self.packed, self.scale, None, None)
+        return dequantize_lowbit(*of_groups, "sparse12", 8, self.scheme.group, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        return sparse12_linear(x, self.packed, self.scale, self.bias, group=self.scheme.group)
+        group = self.scheme.group
+        return sparse12_linear(x, self.packed, self.scale, self.bias, group=group, constant_weight=True)

@@ -35,6 +35,8 @@ SCHEMAS = {
     "quantized_linear": "(Tensor x, Tensor w, Tensor w_scale, Tensor? bias, Tensor? x_scale, str? norm, "
     "Tensor? norm_weight, Tensor? norm_bias, float eps, str? activation, Tensor? residual, ScalarType out_dtype, "
     "Tensor? out_scale, bool constant_weight) -> Tensor",
+    "lowbit_linear": "(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? offset, Tensor? bias, str kind, "
+    "int bits, int? group, str? activation, Tensor? residual, bool constant_weight) -> Tensor",
     "to_layout": "(Tensor matrix, str layout, SymInt size, str engine) -> Tensor",
     "from_layout": "(Tensor data, str layout, SymInt rows, SymInt cols, str engine) -> Tensor",
     "quantize_col32": "(Tensor x, Tensor? scale, SymInt size) -> Tensor[]",
@@ -104,6 +106,10 @@ def _fake_quantized_linear(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(_shape_like(x, w, floats=True), dtype=out_dtype if out_scale is None else torch.int8)
 
 
+def _fake_lowbit_linear(x: Tensor, packed: Tensor, scale: Tensor, *_: Any) -> Tensor:
+    return x.new_empty([*x.shape[:-1], scale.shape[-1]])
+
+
 def _fake_to_layout(matrix: Tensor, layout: str, size: int, engine: str) -> Tensor:
     return matrix.new_empty((size,))
 
@@ -140,6 +146,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "dequantize": _fake_dequantize,
     "rows": _fake_rows,
     "quantized_linear": _fake_quantized_linear,
+    "lowbit_linear": _fake_lowbit_linear,
     "to_layout": _fake_to_layout,
     "from_layout": _fake_from_layout,
     "quantize_col32": _fake_quantize_col32,

@@ -1,13 +1,17 @@
 """How codes of 1 to 8 bits lie in 32-bit words: the one description, for layers, checkpoints and kernels.
 
-A row of K codes is filled up with zeros to a multiple of 128 and cut into chunks of 32. A code is cut into fields of 8,
-4, 2 or 1 bits, the low bits first: 7 = 4 + 2 + 1, 6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1; or, `planes`, into single bits. A row
-holds its fields one after the other, and each of them for one chunk after the other: f words for a field of f bits, 32 /
-f codes in a word. So b bits a code are b words a chunk, whatever b is; every field of every row starts at a multiple of
-16 bytes; and 32 lanes that take a chunk each read consecutive bytes of each field.
+Rows are filled up to a multiple of 16 and columns to one of 128, with zeros, and cut into tiles of 16 x 128; the tiles of
+16 rows lie one after the other. A tile belongs to 32 lanes of a warp as mma.sync (m16n8k32) wants its operand: in each of
+4 steps, of 32 columns, lane 4 * g + t has rows g and g + 8 and columns 8 * t to 8 * t + 7. That makes 4 registers of 4
+codes a step, a byte each: even columns of row g, of row g + 8, odd columns of row g, of row g + 8; 16 registers in all.
 
-Inside a word, code v of a field below 8 bits stands at bit v // 2 * f + v % 2 * 16: a shift and a mask give a pair of
-neighbours, one in each half of the word. Bytes stand in their own order.
+A code is cut into fields of 8, 4, 2 or 1 bits, the low bits first: 7 = 4 + 2 + 1, 6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1; or,
+`planes`, into single bits. A tile holds its fields one after the other. A field of f bits packs 8 / f registers into a
+word: register r stands at bit r % (8 / f) * f of every byte of word r // (8 / f), so that a shift and a mask give it back.
+Of a lane's 2 * f words four lie side by side, then the next lane's four, and behind those of all lanes the next four (two
+instead of four for one bit): 32 lanes read consecutive bytes.
+
+Pairs (`quant.sparse`: a byte for two columns) have 8 registers: in each step row g and then row g + 8.
 """
 
 from __future__ import annotations
@@ -16,56 +20,106 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-CHUNK = 32
-ROW = 128  # codes of a row are filled up to a multiple of this
+STRIP = 16  # rows of a tile
+ROW = 128  # columns of a tile
 
 _FIELDS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
+# strip, half (row g or g + 8), g, chunk, step, t, byte, odd -> strip, chunk, g, t, step, odd, half, byte; and back
+_OF_CODES, _TO_LANES = (2, 8, -1, 4, 4, 4, 2), (0, 3, 2, 5, 4, 7, 1, 6)
+_OF_PAIRS, _PAIRS_TO_LANES = (2, 8, -1, 4, 4, 4), (0, 3, 2, 5, 4, 1, 6)
+
+
+def packed_rows(rows: int) -> int:
+    return -(-rows // STRIP) * STRIP
+
 
 def packed_words(bits: int, columns: int) -> int:
-    """32-bit words of a row."""
-    return bits * -(-columns // ROW) * (ROW // CHUNK)
+    """32-bit words of a row of codes; of pairs as if they were codes of 4 bits."""
+    return bits * -(-columns // ROW) * (ROW // 32)
 
 
 def pack(codes: Tensor, bits: int, *, planes: bool = False) -> Tensor:
-    """codes [N, K], of any integer type, 0 to 2^bits - 1 -> int32 [N, packed_words(bits, K)].
+    """codes [N, K], of any integer type, 0 to 2^bits - 1 -> int32 [packed_rows(N), packed_words(bits, K)].
 
     Raises ValueError for codes that do not fit.
     """
     fields = _fields(bits, planes)
+    padded = _padded(codes, bits, ROW)
+    lanes = padded.view(-1, *_OF_CODES[:2], padded.shape[1] // ROW, *_OF_CODES[3:]).permute(_TO_LANES)
+    lanes = lanes.reshape(*lanes.shape[:2], 32, 16, 4)
+    parts = []
+    low = 0
+    for width in fields:
+        parts.append(_to_words(lanes >> low & (1 << width) - 1, width))
+        low += width
+    return torch.cat(parts, -1).reshape(padded.shape[0], -1)
+
+
+def unpack(packed: Tensor, bits: int, rows: int, columns: int, *, planes: bool = False) -> Tensor:
+    """The codes, uint8 [rows, columns], of what `pack` gave. Raises ValueError if the words are too few or too many."""
+    tiles = _tiles(packed, bits, rows, columns)
+    codes = torch.zeros(*tiles.shape[:2], 32, 16, 4, dtype=torch.uint8, device=packed.device)
+    first = low = 0
+    for width in _fields(bits, planes):
+        values = _from_words(tiles[..., first : first + 64 * width], width)
+        codes |= values.to(torch.uint8) << low
+        first, low = first + 64 * width, low + width
+    in_lanes = codes.view(*codes.shape[:2], 8, 4, 4, 2, 2, 4)
+    back = [_TO_LANES.index(i) for i in range(8)]
+    return in_lanes.permute(back).reshape(packed.shape[0], -1)[:rows, :columns]
+
+
+def pack_pairs(codes: Tensor) -> Tensor:
+    """codes [N, ceil(K / 2)], 8 bits for two columns -> int32 [packed_rows(N), packed_words(4, K)]."""
+    padded = _padded(codes, 8, ROW // 2)
+    lanes = padded.view(-1, *_OF_PAIRS[:2], padded.shape[1] // (ROW // 2), *_OF_PAIRS[3:]).permute(_PAIRS_TO_LANES)
+    return _to_words(lanes.reshape(*lanes.shape[:2], 32, 8, 4), 8).reshape(padded.shape[0], -1)
+
+
+def unpack_pairs(packed: Tensor, rows: int, columns: int) -> Tensor:
+    """The codes, uint8 [rows, ceil(columns / 2)], of what `pack_pairs` gave."""
+    tiles = _tiles(packed, 4, rows, columns)
+    in_lanes = _from_words(tiles, 8).to(torch.uint8).view(*tiles.shape[:2], 8, 4, 4, 2, 4)
+    back = [_PAIRS_TO_LANES.index(i) for i in range(7)]
+    return in_lanes.permute(back).reshape(packed.shape[0], -1)[:rows, : -(-columns // 2)]
+
+
+def _padded(codes: Tensor, bits: int, columns: int) -> Tensor:
+    """Whole tiles, int32."""
     if codes.dim() != 2 or codes.is_floating_point():
         raise ValueError(f"codes: expected integers [N, K], got {codes.dtype} of shape {list(codes.shape)}")
     if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < 1 << bits:
         raise ValueError(f"codes: expected 0 to {(1 << bits) - 1}, got {int(codes.min())} to {int(codes.max())}")
-    rows, columns = codes.shape
-    padded = pad(codes.to(torch.int32), (0, -columns % ROW))
-    parts = []
-    low = 0
-    for width in fields:
-        values = (padded >> low & (1 << width) - 1).view(rows, -1, CHUNK // width)
-        # No two codes share a bit: adding is as good as or, and wraps around where it must.
-        parts.append((values << _shifts(width, codes.device)).sum(-1, dtype=torch.int32))
-        low += width
-    return torch.cat(parts, 1)
+    return pad(codes.to(torch.int32), (0, -codes.shape[1] % columns, 0, -codes.shape[0] % STRIP))
 
 
-def unpack(packed: Tensor, bits: int, columns: int, *, planes: bool = False) -> Tensor:
-    """The codes, uint8 [N, columns], of what `pack` gave. Raises ValueError if the words are too few or too many."""
-    fields = _fields(bits, planes)
-    if packed.dim() != 2 or packed.dtype != torch.int32 or packed.shape[1] != packed_words(bits, columns):
+def _tiles(packed: Tensor, bits: int, rows: int, columns: int) -> Tensor:
+    """[strips, chunks, words of a tile]."""
+    want = [packed_rows(rows), packed_words(bits, columns)]
+    if packed.dtype != torch.int32 or list(packed.shape) != want:
         raise ValueError(
-            f"packed: expected int32 [N, {packed_words(bits, columns)}] for {columns} codes of {bits} bits, "
+            f"packed: expected int32 of shape {want} for {rows} x {columns} codes of {bits} bits, "
             f"got {packed.dtype} of shape {list(packed.shape)}"
         )
-    chunks = packed.shape[1] // bits
-    codes = torch.zeros(packed.shape[0], chunks * CHUNK, dtype=torch.uint8, device=packed.device)
-    first = low = 0
-    for width in fields:
-        words = packed[:, first : first + chunks * width].unsqueeze(-1)
-        values = (words >> _shifts(width, packed.device)).bitwise_and_((1 << width) - 1)
-        codes |= values.flatten(1).to(torch.uint8) << low
-        first, low = first + chunks * width, low + width
-    return codes[:, :columns]
+    return packed.reshape(want[0] // STRIP, -1, bits * STRIP * ROW // 32)
+
+
+def _to_words(registers: Tensor, width: int) -> Tensor:
+    """[strips, chunks, lane, register, byte] of `width` bits -> [strips, chunks, words of the field]."""
+    shared = registers.unflatten(3, (-1, 8 // width))
+    # No two codes share a bit: adding is as good as or, and wraps around where it must.
+    words: Tensor = (shared << _shifts(width, registers.device)).sum((-1, -2), dtype=torch.int32)
+    field: Tensor = words.unflatten(3, (-1, min(4, words.shape[3]))).transpose(2, 3).flatten(2)
+    return field
+
+
+def _from_words(words: Tensor, width: int) -> Tensor:
+    """The registers again."""
+    side_by_side = 2 if width == 1 else 4
+    of_lanes = words.unflatten(2, (-1, 32, side_by_side)).transpose(2, 3).flatten(3)
+    values: Tensor = of_lanes[..., None, None] >> _shifts(width, words.device) & (1 << width) - 1
+    return values.flatten(3, 4)
 
 
 def _fields(bits: int, planes: bool) -> tuple[int, ...]:
@@ -75,6 +129,6 @@ def _fields(bits: int, planes: bool) -> tuple[int, ...]:
 
 
 def _shifts(width: int, device: torch.device) -> Tensor:
-    """The first bit of each code of a word."""
-    code = torch.arange(CHUNK // width, dtype=torch.int32, device=device)
-    return code * width if width == 8 else code // 2 * width + code % 2 * 16
+    """The first bit of each code of a word: [registers of a word, bytes]."""
+    register = torch.arange(8 // width, dtype=torch.int32, device=device) * width
+    return register.unsqueeze(1) + torch.arange(4, dtype=torch.int32, device=device) * 8

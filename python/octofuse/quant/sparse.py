@@ -1,7 +1,7 @@
 """1:2 sparsity: of every two neighbouring columns the one with the larger magnitude, in a byte: 7 bits of value, and where.
 
 A code's low 7 bits are the value, -63 to 63 in two's complement, and its high bit is set where the second of the two
-columns is kept. Codes lie as `packing.pack(codes, 8)` has them: four in a 32-bit word.
+columns is kept. Codes lie as `packing.pack_pairs` has them: four in a 32-bit word.
 """
 
 from __future__ import annotations

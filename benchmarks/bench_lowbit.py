@@ -1,0 +1,165 @@
+"""Linears with weights of 1 to 8 bits beside fp16 F.linear and torch's own 4-bit kernel: device time and memory.
+
+Square shapes and those of a GPT-3 175B layer, fp16 activations, groups of 128 unless said, every kernel behind the one
+before it, over rotating weights larger than L2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from bench_gpt2 import energy
+from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
+from octofuse.quant.packing import packed_rows, packed_words
+from octofuse.testing.timing import Captured, device_times, overlap
+
+SIZES = (4096, 7168, 8192, 12288)
+LAYERS = {"QKV": (36864, 12288), "output": (12288, 12288), "FFN1": (49152, 12288), "FFN2": (12288, 49152)}
+KINDS = (*((f"w{b}a16", "uniform", b) for b in (8, 6, 5, 4, 3, 2, 1)), *((f"bcq-q{q}", "planes", q) for q in (4, 3, 2, 1)),
+         ("sparse12", "sparse12", 7))  # fmt: skip
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+GROUPS = (None, 256, 128, 64, 32)
+L2_BYTES = 128 << 20
+
+Call = Callable[[], Tensor]
+
+
+def lowbit_calls(kind: str, bits: int, m: int, n: int, k: int, group: int | None = 128) -> tuple[list[Call], int]:
+    """Calls over as many weights as exceed L2, and the bytes of one weight. Codes are random: they cost what others do."""
+    shape = (packed_rows(n), packed_words(4 if kind == "sparse12" else bits, k))
+    groups = 1 if group is None else k // group
+    scales = (groups, bits, n) if kind == "planes" else (groups, n)
+    count = max(2, min(48, L2_BYTES // (shape[0] * shape[1] * 4)))
+    calls: list[Call] = []
+    for _ in range(count):
+        x = torch.randn(m, k, device="cuda").half()
+        packed = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device="cuda")
+        scale = torch.rand(scales, device="cuda").half()
+        if kind == "planes":
+            calls.append(lambda x=x, p=packed, s=scale: bcq_linear(x, p, s, group=group, constant_weight=True))
+        elif kind == "sparse12":
+            calls.append(lambda x=x, p=packed, s=scale: sparse12_linear(x, p, s, group=group, constant_weight=True))
+        else:
+            calls.append(
+                lambda x=x, p=packed, s=scale: woq_linear(x, p, s, bits=bits, group=group, constant_weight=True)
+            )
+    return calls, packed.numel() * 4 + scale.numel() * 2
+
+
+def float_calls(m: int, n: int, k: int) -> list[Call]:
+    count = max(2, min(48, L2_BYTES // (n * k * 2)))
+    pairs = [(torch.randn(m, k, device="cuda").half(), torch.randn(n, k, device="cuda").half()) for _ in range(count)]
+    return [lambda x=x, w=w: linear(x, w) for x, w in pairs]
+
+
+def tinygemm_calls(m: int, n: int, k: int) -> list[Call]:
+    """torch's 4-bit kernel, bf16, group 128."""
+    count = max(2, min(48, L2_BYTES // (n * k // 2)))
+    calls: list[Call] = []
+    for _ in range(count):
+        x = torch.randn(m, k, device="cuda").bfloat16()
+        codes = torch.randint(0, 255, (n, k // 2), dtype=torch.uint8, device="cuda")
+        packed = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
+        scales = torch.rand(k // 128, n, 2, device="cuda").bfloat16()
+        calls.append(lambda x=x, p=packed, s=scales: torch.ops.aten._weight_int4pack_mm(x, p, 128, s))
+    return calls
+
+
+def gemlite_calls(m: int, n: int, k: int) -> list[Call] | None:
+    """gemlite's, where it is installed: 4 bits, group 128."""
+    try:
+        from gemlite.helper import A16W4
+    except ImportError:
+        return None
+    count = max(2, min(16, L2_BYTES // (n * k // 2)))
+    x = torch.randn(m, k, device="cuda").half()
+    layers = [A16W4(device="cuda").from_linear(torch.nn.Linear(k, n, device="cuda").half()) for _ in range(count)]
+    return [lambda f=f: f(x) for f in layers]
+
+
+def times_of(columns: dict[str, list[Call] | None], repeats: int = 15) -> dict[str, float]:
+    with overlap(False):
+        graphs = {name: Captured(calls) for name, calls in columns.items() if calls is not None}
+    return {name: round(value, 2) for name, value in device_times(graphs, repeats=repeats).items()}
+
+
+def one_token(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    rows = []
+    for n in sizes:
+        columns: dict[str, list[Call] | None] = {"fp16 F.linear": float_calls(1, n, n), "tinygemm": tinygemm_calls(1, n, n),
+                                                 "gemlite": gemlite_calls(1, n, n)}  # fmt: skip
+        megabytes = {}
+        for name, kind, bits in KINDS:
+            columns[name], size = lowbit_calls(kind, bits, 1, n, n)
+            megabytes[name] = round(size / 1e6, 2)
+        rows.append({"N = K": n, **times_of(columns), "MB": {"fp16": round(n * n * 2 / 1e6, 2), **megabytes}})
+        del columns
+        torch.cuda.empty_cache()
+    return rows
+
+
+def several_tokens(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    rows = []
+    for n in sizes:
+        for m in TOKENS:
+            columns: dict[str, list[Call] | None] = {
+                "fp16 F.linear": float_calls(m, n, n),
+                "tinygemm": tinygemm_calls(m, n, n),
+            }
+            for name, kind, bits in (KINDS[0], KINDS[3], KINDS[8]):
+                columns[name] = lowbit_calls(kind, bits, m, n, n)[0]
+            rows.append({"M": m, "N = K": n, **times_of(columns, 9)})
+            del columns
+            torch.cuda.empty_cache()
+    return rows
+
+
+def groups(n: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "group": "row" if group is None else group,
+            **times_of(
+                {
+                    name: lowbit_calls(kind, bits, 1, n, n, group)[0]
+                    for name, kind, bits in (KINDS[3], KINDS[8], KINDS[10])
+                }
+            ),
+        }
+        for group in GROUPS
+    ]
+
+
+def layers() -> list[dict[str, Any]]:
+    """Time and energy of one token through each matrix of a GPT-3 175B layer."""
+    rows = []
+    for name, (n, k) in LAYERS.items():
+        row: dict[str, Any] = {"layer": name, "N": n, "K": k}
+        for column, kind, bits in (("fp16 F.linear", "", 16), KINDS[3], KINDS[8], KINDS[9]):
+            calls = float_calls(1, n, k) if kind == "" else lowbit_calls(kind, bits, 1, n, k)[0]
+            with overlap(False):
+                graph = Captured(calls)
+            row[column] = round(device_times({"": graph}, repeats=9)[""], 2)
+            joules, _ = energy(graph.replay, torch.device("cuda"), seconds=0.4)
+            row[f"{column}, mJ"] = None if joules is None else round(joules / graph.count * 1e3, 2)
+            del graph, calls
+            torch.cuda.empty_cache()
+        rows.append(row)
+    return rows
+
+
+def run(smoke: bool) -> dict[str, Any]:
+    warm = torch.randn(8192, 8192, device="cuda").half()
+    for _ in range(1 if smoke else 100):
+        warm @ warm
+    return {
+        "unit": "us",
+        "one token": one_token(SIZES[:1] if smoke else SIZES),
+        "several tokens": several_tokens((4096,) if smoke else (4096, 8192)),
+        "groups": groups(4096 if smoke else 8192),
+        "GPT-3 175B": [] if smoke else layers(),
+    }

@@ -1,0 +1,129 @@
+// Low-bit weights to rows of fp16 or bf16, for products of many tokens: a warp a tile, 8 columns of a row at once.
+#include <algorithm>
+
+#include "kernels/launch.h"
+#include "kernels/lowbit_stage.cuh"
+#include "octofuse/device.h"
+
+namespace octofuse {
+namespace lowbit {
+namespace {
+
+constexpr int kWarps = 8;
+
+struct DequantizeArgs {
+  Weight w;
+  int k;
+  uint16_t* out;  // [n, k]
+  bool wide;      // 8 columns can be stored at once
+  int planes;
+};
+
+// Code `column` of 8 consecutive ones of row lane / 4 + 8 * row, as a number that scales multiply.
+template <LowbitFormat kFormat, int kBits>
+__device__ inline float level_of(const uint32_t (&a)[4], int row, int column, float zero) {
+  const uint32_t byte = a[row + column % 2 * 2] >> (column / 2 * 8) & 0xFFU;
+  if constexpr (kFormat == LowbitFormat::kSparse12) return static_cast<float>(static_cast<int8_t>(byte) / 2);
+  return static_cast<float>(byte) - zero;
+}
+
+template <LowbitFormat kFormat, int kBits>
+__device__ void levels_of_step(const DequantizeArgs& args, const char* tile, int strip, int group, int step, int lane,
+                               float (&values)[2][8]) {
+  using Code = Codes<kFormat, kBits>;
+  const Weight& w = args.w;
+  const int planes = Code::kPlanes ? args.planes : 1;
+#pragma unroll 1
+  for (int plane = 0; plane < planes; ++plane) {
+    uint32_t words[Code::kWords];
+    read_words<Code::kWidth>(tile + plane * Code::kBytes, lane, words);
+    uint32_t a[4];
+    // A step known at compile time, for the shifts.
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      if (i == step) codes_of_step<kFormat, kBits>(words, i, a);
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int n = min(strip * kStrip + lane / 4 + row * 8, w.n - 1);
+      const int64_t at = static_cast<int64_t>(group) * w.n + n;
+      const float scale = half_of(w.scale[(static_cast<int64_t>(group) * planes + plane) * w.n + n], w.type);
+      const float zero = 0.5F * static_cast<float>(w.zero != nullptr ? 2 * w.zero[at] : Code::kTwiceMiddle);
+#pragma unroll
+      for (int column = 0; column < 8; ++column) {
+        const float level = level_of<kFormat, kBits>(a, row, column, zero);
+        values[row][column] = __fadd_rn(values[row][column], __fmul_rn(Code::kPlanes ? 2.0F * level : level, scale));
+      }
+    }
+  }
+}
+
+template <LowbitFormat kFormat, int kBits>
+__global__ void __launch_bounds__(32 * kWarps) dequantize_kernel(const __grid_constant__ DequantizeArgs args) {
+  const Weight& w = args.w;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t tile = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int strip = static_cast<int>(tile / w.chunks);
+  const int chunk = static_cast<int>(tile % w.chunks);
+  if (strip * kStrip >= w.n) return;
+  const int bytes = Codes<kFormat, kBits>::kBytes * (kFormat == LowbitFormat::kPlanes ? args.planes : 1);
+#pragma unroll 1
+  for (int step = 0; step < kSteps; ++step) {
+    const int group = min(w.groups.of(chunk, step * w.groups.segments / kSteps), w.last);
+    float values[2][8] = {};
+    levels_of_step<kFormat, kBits>(args, w.packed + tile * bytes, strip, group, step, lane, values);
+    const int k = chunk * kChunk + step * 32 + lane % 4 * 8;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int n = strip * kStrip + lane / 4 + row * 8;
+      if (n >= w.n || k >= args.k) continue;
+      uint16_t* const out = args.out + static_cast<int64_t>(n) * args.k + k;
+      uint16_t halves[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) halves[i] = half_bits(values[row][i], w.type);
+      if (args.wide) {
+        *reinterpret_cast<uint4*>(out) = make_uint4(halves[0] | halves[1] << 16, halves[2] | halves[3] << 16,
+                                                    halves[4] | halves[5] << 16, halves[6] | halves[7] << 16);
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (k + i < args.k) out[i] = halves[i];
+      }
+    }
+  }
+}
+
+template <LowbitFormat kFormat, int kBits>
+void launch(const DequantizeArgs& args, cudaStream_t stream) {
+  const int64_t tiles = static_cast<int64_t>((args.w.n + kStrip - 1) / kStrip) * args.w.chunks;
+  const auto blocks = static_cast<unsigned>((tiles + kWarps - 1) / kWarps);
+  dequantize_kernel<kFormat, kBits><<<blocks, 32 * kWarps, 0, stream>>>(args);
+  check_launch("lowbit_dequantize");
+}
+
+template <int kBits>
+void launch_uniform(int bits, const DequantizeArgs& args, cudaStream_t stream) {
+  if (bits == kBits) return launch<LowbitFormat::kUniform, kBits>(args, stream);
+  if constexpr (kBits > 1) launch_uniform<kBits - 1>(bits, args, stream);
+}
+
+}  // namespace
+}  // namespace lowbit
+
+void lowbit_dequantize(const LowbitArgs& given, void* w, int device, Stream stream) {
+  const DeviceGuard guard(device);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  const lowbit::DequantizeArgs args{lowbit::Weight(given), given.k, static_cast<uint16_t*>(w), given.k % 8 == 0,
+                                    given.bits};
+  switch (given.format) {
+    case LowbitFormat::kUniform:
+      return lowbit::launch_uniform<8>(given.bits, args, cuda_stream);
+    case LowbitFormat::kPlanes:
+      return lowbit::launch<LowbitFormat::kPlanes, 1>(args, cuda_stream);
+    case LowbitFormat::kSparse12:
+      return lowbit::launch<LowbitFormat::kSparse12, 8>(args, cuda_stream);
+  }
+}
+
+}  // namespace octofuse

@@ -1,0 +1,349 @@
+// What the low-bit kernels share: how codes and tokens lie, and the arithmetic of 16 rows of weights against tokens
+// over 128 columns.
+//
+// mma.sync m16n8k32: codes are its 16 rows, as unsigned bytes (sparse12: signed); a token is two of its 8 columns, the
+// high and the low bytes of its integers. A quad's lane t then holds both sums of token t, for two rows:
+//   total = 2 * (256 * high + low) - twice_zero * (the token's own sum)
+// is exact in int32 (510 * 128 * 32639 < 2^31), and stands for 2 * sum of (code - zero) * integer; so it is for planes,
+// with a zero of one half and half the scale, and for sparse12 without the 2, whose codes are twice their value. What
+// follows is fp32: the totals of all planes times their scales, and these times the token's power of two and kFactor.
+//
+// Sums over K, in an order of K alone: part p of 16 adds chunks p, p + 16, ... of 128 columns in turn, of each its
+// groups, of these its planes; four neighbouring parts are added in turn, then the four sums.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cutlass/epilogues.cuh"
+#include "octofuse/lowbit.h"
+
+namespace octofuse::lowbit {
+
+constexpr int kStrip = 16;         // rows of a tile
+constexpr int kChunk = 128;        // columns of a tile, and of a token that share a power of two
+constexpr int kSteps = 4;          // products of 32 columns
+constexpr int kParts = 16;         // into which the chunks of a row are dealt
+constexpr int kMostToken = 32639;  // 127 * 256 + 127: the largest sum of a high and a low byte
+
+// ---- codes ----
+
+// A kind of weight at compile time. kBits of uniform codes; as many planes, each a tile of one bit, 0: as Weight says.
+template <LowbitFormat kFormat, int kBits>
+struct Codes {
+  static constexpr bool kPlanes = kFormat == LowbitFormat::kPlanes;
+  static constexpr bool kSparse = kFormat == LowbitFormat::kSparse12;
+  static constexpr int kWidth = kPlanes ? 1 : kSparse ? 4 : kBits;  // bits a column takes in a tile (of a plane)
+  static constexpr int kCount = kPlanes ? kBits : 1;                // planes
+  static constexpr int kTwiceMiddle = kPlanes ? 1 : kBits == 8 ? 256 : (1 << kBits) - 1;  // without zero points
+  static constexpr int kWords = 2 * kWidth;                                               // a lane's, of a plane
+  static constexpr int kBytes = 256 * kWidth;                                             // of a plane's tile
+};
+
+// Where a lane's words lie in a tile: 16 bytes of each piece, and of a field of one bit 8 bytes behind these.
+template <int kWidth, class F>
+__device__ inline void for_each_piece(int lane, F f) {
+#pragma unroll
+  for (int i = 0; i < kWidth / 2; ++i) f(i * 4, i * 512 + lane * 16, std::integral_constant<int, 16>());
+  if constexpr (kWidth % 2 == 1) f(kWidth / 2 * 4, kWidth / 2 * 512 + lane * 8, std::integral_constant<int, 8>());
+}
+
+template <int kWidth>
+__device__ inline void read_words(const char* tile, int lane, uint32_t (&words)[2 * kWidth]) {
+  for_each_piece<kWidth>(lane, [&](int first, int offset, auto bytes) {
+    if constexpr (bytes.value == 16) {
+      const uint4 v = *reinterpret_cast<const uint4*>(tile + offset);
+      words[first] = v.x;
+      words[first + 1] = v.y;
+      words[first + 2] = v.z;
+      words[first + 3] = v.w;
+    } else {
+      const uint2 v = *reinterpret_cast<const uint2*>(tile + offset);
+      words[first] = v.x;
+      words[first + 1] = v.y;
+    }
+  });
+}
+
+// Register r of a lane's 16: four codes, one in each byte. r is known at compile time.
+template <int kWidth>
+__device__ inline uint32_t codes_of(const uint32_t (&words)[2 * kWidth], int r) {
+  uint32_t codes = 0;
+  int first = 0;
+  int low = 0;
+#pragma unroll
+  for (int field = 8; field > 0; field /= 2) {
+    if ((kWidth & field) == 0) continue;
+    const int per_word = 8 / field;
+    const uint32_t word = words[first + r / per_word];
+    const int shift = r % per_word * field - low;
+    const uint32_t mask = 0x01010101U * (((1U << field) - 1U) << low);
+    codes |= (shift >= 0 ? word >> shift : word << -shift) & mask;
+    first += 2 * field;
+    low += field;
+  }
+  return codes;
+}
+
+// One operand of a product: rows lane / 4 and lane / 4 + 8, their even and then their odd columns.
+template <LowbitFormat kFormat, int kBits>
+__device__ inline void codes_of_step(const uint32_t (&words)[Codes<kFormat, kBits>::kWords], int step,
+                                     uint32_t (&a)[4]) {
+  if constexpr (Codes<kFormat, kBits>::kSparse) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const uint32_t pairs = words[step * 2 + row];
+      uint32_t odd;  // 0xFF where the high bit is set: the second column is kept
+      asm("prmt.b32 %0, %1, 0, 0xBA98;" : "=r"(odd) : "r"(pairs));
+      const uint32_t values = pairs << 1 & 0xFEFEFEFEU;  // twice the value, signed
+      a[row] = values & ~odd;
+      a[row + 2] = values & odd;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = codes_of<Codes<kFormat, kBits>::kWidth>(words, step * 4 + i);
+  }
+}
+
+template <bool kSigned>
+__device__ inline void mma(const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int32_t (&c)[4]) {
+  if constexpr (kSigned) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+// ---- groups ----
+
+// Which scales a chunk needs: groups below 128 are followed 32 columns at a time, others by whole chunks.
+struct Groups {
+  int segments;  // of a chunk: 4 or 1
+  int log;       // segments of a group, of which a row has up to 2^31
+
+  __host__ __device__ explicit Groups(int group) : segments(group == 32 || group == 64 ? kSteps : 1), log(0) {
+    const int columns = kChunk / segments;
+    while (columns << log < group) ++log;
+    if (group == 0) log = 31;
+  }
+  // The group of a chunk's segment.
+  __host__ __device__ int of(int chunk, int segment) const {
+    return static_cast<int>(static_cast<uint32_t>(chunk * segments + segment) >> log);
+  }
+};
+
+__device__ inline float half_of(uint16_t bits, DType type) {
+  return type == DType::kFloat16 ? __half2float(__ushort_as_half(bits))
+                                 : __uint_as_float(static_cast<uint32_t>(bits) << 16);
+}
+
+__device__ inline uint16_t half_bits(float value, DType type) {
+  return type == DType::kFloat16 ? __half_as_ushort(__float2half_rn(value))
+                                 : __bfloat16_as_ushort(__float2bfloat16_rn(value));
+}
+
+// ---- tokens ----
+
+// Where a chunk of `columns` columns lies in bytes: `column` is 2 * token, and + 1 for the low bytes; `eighth`: 8
+// columns of the weight, of a chunk's 16; a step has four. For mma.sync a quad's lanes read 16 bytes, for two steps, or
+// 8 for one.
+template <int kStepsAtOnce>
+struct InQuads {
+  __host__ __device__ static constexpr int offset(int columns, int column, int eighth) {
+    const int step = eighth / 4;
+    return (step / kStepsAtOnce * columns + column) * 4 * 8 * kStepsAtOnce +
+           (eighth % 4 * kStepsAtOnce + step % kStepsAtOnce) * 8;
+  }
+  __device__ static void store(char* chunk, int columns, int column, int eighth, uint32_t even, uint32_t odd) {
+    *reinterpret_cast<uint2*>(chunk + offset(columns, column, eighth)) = make_uint2(even, odd);
+  }
+};
+
+// For wgmma: rows of 128 bytes in the 128-byte swizzle, of which a step has 32: 16 of even columns, then 16 of odd
+// ones.
+struct InRows {
+  __device__ static void store(char* chunk, int, int column, int eighth, uint32_t even, uint32_t odd) {
+    char* const row = chunk + column * kChunk + eighth % 4 * 4;
+    const int piece = eighth / 4 * 2;
+    *reinterpret_cast<uint32_t*>(row + (piece ^ column % 8) * 16) = even;
+    *reinterpret_cast<uint32_t*>(row + ((piece + 1) ^ column % 8) * 16) = odd;
+  }
+};
+
+// What a chunk of a token is to a segment's products: the power of two that its integers stand for, NaN if a value is
+// NaN or infinite; and the sum of those in the segment.
+struct TokenChunk {
+  float power;
+  int sum;
+};
+
+// A token's 128 columns by half a warp, 8 of them in a thread: the integers' bytes to `bytes`, the rest to
+// facts[segment * pitch], with `factor` in the power. Nothing is stored where !stores.
+template <class Layout>
+__device__ inline void convert_chunk(const float (&v)[8], bool stores, char* bytes, int columns, int column,
+                                     TokenChunk* facts, int pitch, int segments, float factor) {
+  const int lane = static_cast<int>(threadIdx.x) % 16;
+  float most = 0.0F;
+#pragma unroll
+  for (const float value : v) asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(fabsf(value)));
+  uint32_t largest = __float_as_uint(most);  // as integers they keep their order, and NaN is above all
+#pragma unroll
+  for (int i = 8; i > 0; i /= 2) largest = max(largest, __shfl_xor_sync(0xFFFFFFFFU, largest, i));
+  // The largest is below 2^(exponent - 126), so 2^(141 - exponent) makes it less than 2^15: once in 128 times too
+  // large.
+  const bool finite = largest < 0x7F800000U;
+  const uint32_t exponent = finite ? max(largest >> 23, 16U) : 16U;
+  uint32_t power = (268U - exponent) << 23;
+  uint32_t inverse = (exponent - 14U) << 23;
+  if (__uint_as_float(largest) * __uint_as_float(power) > static_cast<float>(kMostToken)) {
+    power -= 1U << 23;
+    inverse += 1U << 23;
+  }
+  // Added to a product it leaves the integer, rounded, in the low bits: 128 more, so that its second byte is the high
+  // one.
+  constexpr float kMagic = 12582912.0F + 128.0F;
+  uint32_t raw[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) raw[j] = __float_as_uint(__fmaf_rn(v[j], __uint_as_float(power), kMagic));
+  uint32_t high[2];
+  uint32_t low[2];
+  int sum = 0;
+#pragma unroll
+  for (int odd = 0; odd < 2; ++odd) {
+    const uint32_t first = __byte_perm(raw[odd], raw[odd + 2], 0x5140);  // low, low, high, high
+    const uint32_t second = __byte_perm(raw[odd + 4], raw[odd + 6], 0x5140);
+    low[odd] = __byte_perm(first, second, 0x5410) ^ 0x80808080U;
+    high[odd] = __byte_perm(first, second, 0x7632);
+    if (!finite) low[odd] = high[odd] = 0;
+    sum += 256 * __dp4a(static_cast<int>(high[odd]), 0x01010101, 0) + __dp4a(static_cast<int>(low[odd]), 0x01010101, 0);
+  }
+  const int width = 16 / segments;  // lanes of a segment
+#pragma unroll
+  for (int i = 1; i < 16; i *= 2) {
+    const int other = __shfl_xor_sync(0xFFFFFFFFU, sum, i);
+    if (i < width) sum += other;
+  }
+  if (!stores) return;
+  Layout::store(bytes, columns, column, lane, high[0], high[1]);
+  Layout::store(bytes, columns, column + 1, lane, low[0], low[1]);
+  const float stands_for = finite ? __uint_as_float(inverse) * factor : __int_as_float(0x7FC00000);
+  if (lane % width == 0) facts[lane / width * pitch] = {stands_for, sum};
+}
+
+// 8 columns of a token from `k` on, zeros behind the last; as they lie in memory.
+struct RawColumns {
+  uint32_t words[4];
+
+  __device__ void load(const void* x, int64_t at, int k, int columns, bool wide) {
+    const auto* const data = static_cast<const uint16_t*>(x) + at + k;
+    if (wide && k < columns) {  // whole: columns is a multiple of 8
+      const uint4 raw = *reinterpret_cast<const uint4*>(data);
+      words[0] = raw.x;
+      words[1] = raw.y;
+      words[2] = raw.z;
+      words[3] = raw.w;
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t even = k + 2 * j < columns ? data[2 * j] : 0;
+      const uint32_t odd = k + 2 * j + 1 < columns ? data[2 * j + 1] : 0;
+      words[j] = even | odd << 16;
+    }
+  }
+
+  __device__ void widen(DType type, float (&v)[8]) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = half_of(static_cast<uint16_t>(words[j / 2] >> (j % 2 * 16)), type);
+  }
+};
+
+// What a scale is multiplied by, beside the token's power of two: see above.
+template <LowbitFormat kFormat>
+constexpr float kFactor = kFormat == LowbitFormat::kPlanes ? 1.0F : 0.5F;
+
+// A segment's products of one plane, rows lane / 4 and lane / 4 + 8 of one token, times their scales; and clears them.
+template <LowbitFormat kFormat>
+__device__ inline void add_products(int32_t (&c)[4], const float (&scale)[2], const int (&twice_zero)[2], int sum,
+                                    float (&y)[2]) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    int total = 0;
+    if constexpr (kFormat == LowbitFormat::kSparse12) {
+      total = c[row * 2] * 256 + c[row * 2 + 1];
+    } else {
+      total = c[row * 2] * 512 + (c[row * 2 + 1] * 2 - twice_zero[row] * sum);
+    }
+    y[row] = __fmaf_rn(static_cast<float>(total), scale[row], y[row]);
+    c[row * 2] = c[row * 2 + 1] = 0;
+  }
+}
+
+// ---- outputs ----
+
+template <class Part>
+__device__ inline float sum_of_parts(Part part) {
+  float total = 0.0F;
+#pragma unroll
+  for (int i = 0; i < kParts; i += 4) {
+    const float four = __fadd_rn(__fadd_rn(__fadd_rn(part(i), part(i + 1)), part(i + 2)), part(i + 3));
+    total = i == 0 ? four : __fadd_rn(total, four);
+  }
+  return total;
+}
+
+// What the epilogue adds, if anything, as fp16 or bf16 bits.
+struct Addends {
+  uint16_t bias = 0, residual = 0;
+};
+
+struct Epilogue {
+  const uint16_t* bias;
+  Activation activation;
+  const uint16_t* residual;
+  int64_t residual_ld;
+  uint16_t* out;
+  int64_t ldo;
+  DType type;
+
+  explicit Epilogue(const LowbitArgs& args)
+      : bias(static_cast<const uint16_t*>(args.bias)),
+        activation(args.activation),
+        residual(static_cast<const uint16_t*>(args.residual)),
+        residual_ld(args.residual_ld),
+        out(static_cast<uint16_t*>(args.out)),
+        ldo(args.n),
+        type(args.type) {}
+
+  // So that its first token is the one behind `tokens`.
+  void skip(int tokens) {
+    out += tokens * ldo;
+    if (residual != nullptr) residual += tokens * residual_ld;
+  }
+
+  __device__ Addends load(int token, int n) const {
+    Addends addends;
+    if (bias != nullptr) addends.bias = bias[n];
+    if (residual != nullptr) addends.residual = residual[token * residual_ld + n];
+    return addends;
+  }
+
+  __device__ void store(float y, const Addends& addends, int token, int n) const {
+    float t[1] = {y};
+    if (bias != nullptr) t[0] += half_of(addends.bias, type);
+    activate_by<__half, false>(activation, t);
+    if (residual != nullptr) t[0] += half_of(addends.residual, type);
+    out[token * ldo + n] = half_bits(t[0], type);
+  }
+};
+
+}  // namespace octofuse::lowbit

@@ -1,0 +1,204 @@
+"""The kernels for weights of 1 to 8 bits: every width, group and ragged shape against fp64, and bits that stay."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, linear
+
+from octofuse import _C
+from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
+from octofuse.quant import bcq, grid, sparse
+from octofuse.quant.packing import pack, pack_pairs
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = ((48, 128), (33, 100), (1, 300), (130, 1600), (16, 4097))
+TOKENS = (1, 2, 3, 4, 5, 8, 9, 16, 33, 64, 65)
+
+
+def by_torch(
+    codes: Tensor, scale: Tensor, zero: Tensor | None, kind: str, bits: int, group: int | None, k: int
+) -> Tensor:
+    """What the codes stand for, in the scale's dtype."""
+    if kind == "planes":
+        return bcq.dequantize(codes, scale.permute(2, 0, 1), None, group)
+    if kind == "sparse12":
+        return sparse.dequantize(codes, scale.t(), k, group)
+    return grid.dequantize(codes, scale.t(), None if zero is None else zero.t(), bits, group)
+
+
+class Weight:
+    """Random codes of one kind, what torch makes of them, and the op that multiplies them."""
+
+    def __init__(
+        self, kind: str, bits: int, group: int | None, n: int, k: int, zeros: bool, dtype: torch.dtype
+    ) -> None:
+        g = torch.Generator("cuda").manual_seed(n * 7 + k + bits)
+        more = {"generator": g, "device": "cuda"}
+        groups = 1 if group is None else -(-k // group)
+        columns = -(-k // 2) if kind == "sparse12" else k
+        codes = torch.randint(0, 256 if kind == "sparse12" else 1 << bits, (n, columns), dtype=torch.uint8, **more)
+        self.packed = pack_pairs(codes) if kind == "sparse12" else pack(codes, bits, planes=kind == "planes")
+        scale = torch.rand((groups, bits, n) if kind == "planes" else (groups, n), **more)
+        self.scale = ((scale + 0.1) / (1 << bits)).to(dtype)
+        self.zero = torch.randint(0, 1 << bits, (groups, n), dtype=torch.uint8, **more) if zeros else None
+        self.kind, self.bits, self.group, self.n, self.k, self.dtype = kind, bits, group, n, k, dtype
+        self.rounded = by_torch(codes, self.scale, self.zero, kind, bits, group, k)
+        self.exact = by_torch(codes, self.scale.float(), self.zero, kind, bits, group, k).double()
+        self.bias = torch.randn(n, **more).to(dtype)
+
+    def multiply(self, x: Tensor, **more) -> Tensor:
+        more = {"bias": self.bias, "group": self.group} | more
+        if self.kind == "planes":
+            return bcq_linear(x, self.packed, self.scale, **more)
+        if self.kind == "sparse12":
+            return sparse12_linear(x, self.packed, self.scale, **more)
+        return woq_linear(x, self.packed, self.scale, self.zero, bits=self.bits, **more)
+
+    def tokens(self, m: int, seed: int = 0) -> Tensor:
+        return torch.randn(m, self.k, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(self.dtype)
+
+    def check(self, x: Tensor) -> None:
+        """At most twice the error that torch's linear makes with the weight in the same dtype, on many such tokens."""
+        w = self.rounded
+        many = torch.cat([x, self.tokens(64, seed=1)])
+        own = (linear(many, w, self.bias).double() - linear(many.double(), self.exact, self.bias.double())).abs().max()
+        got = self.multiply(x)
+        assert got.shape == (*x.shape[:-1], self.n)
+        assert got.dtype == self.dtype
+        assert (got.double() - linear(x.double(), self.exact, self.bias.double())).abs().max() <= 2 * own
+
+
+KINDS = [("uniform", bits, zeros) for bits in range(1, 9) for zeros in (False, True)]
+KINDS += [("planes", bits, False) for bits in range(1, 9)] + [("sparse12", 7, False)]
+
+
+@pytest.mark.parametrize(("kind", "bits", "zeros"), KINDS)
+@pytest.mark.parametrize("group", [None, 32, 64, 128, 256])
+def test_products(kind: str, bits: int, zeros: bool, group: int | None) -> None:
+    for n, k in (*SHAPES, (3216, 256)):
+        weight = Weight(kind, bits, group, n, k, zeros, torch.float16)
+        dequantized = _C.lowbit_dequantize(weight.packed, weight.scale, weight.zero, kind, bits, group, k)
+        assert torch.equal(dequantized, weight.rounded)
+        for m in TOKENS if (n, k) == (130, 1600) else (1, 6, 40):
+            weight.check(weight.tokens(m))
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("uniform", 4), ("uniform", 8), ("planes", 3), ("sparse12", 7)])
+def test_bfloat16_and_long_rows(kind: str, bits: int) -> None:
+    for dtype, (n, k) in itertools.product((torch.bfloat16, torch.float16), ((200, 768), (64, 16384), (40, 49152))):
+        weight = Weight(kind, bits, 128, n, k, False, dtype)
+        for m in (1, 4, 8, 24):
+            weight.check(weight.tokens(m))
+
+
+@pytest.mark.parametrize(("kind", "bits", "zeros"), KINDS)
+def test_kernels_give_the_same_bits(kind: str, bits: int, zeros: bool) -> None:
+    """Those for any chip and those for this one; also where warps have two strips at a time."""
+    for group, (n, k), m in itertools.product((None, 64, 128), ((130, 1600), (3216, 384)), (1, 4, 13, 50)):
+        weight = Weight(kind, bits, group, n, k, zeros, torch.bfloat16)
+        x = weight.tokens(m)
+        arguments = (x, weight.packed, weight.scale, weight.zero, weight.bias, kind, bits, group, "silu", None, True)
+        want = _C.lowbit_linear(*arguments, mma_sync=True)
+        assert torch.equal(_C.lowbit_linear(*arguments), want), (group, n, k, m)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("uniform", 4), ("uniform", 3), ("planes", 2), ("sparse12", 7)])
+@pytest.mark.parametrize("k", [100, 1600, 12288])
+def test_a_token_keeps_its_bits(kind: str, bits: int, k: int) -> None:
+    """Whatever stands beside it, and again."""
+    weight = Weight(kind, bits, 128 if k > 128 else None, 200, k, False, torch.float16)
+    x = weight.tokens(64)
+    alone = torch.cat([weight.multiply(x[i : i + 1]) for i in range(64)])
+    for m in (2, 3, 5, 8, 9, 16, 31, 64):
+        assert torch.equal(weight.multiply(x[:m]), alone[:m]), m
+        assert torch.equal(weight.multiply(x[64 - m :]), alone[64 - m :]), m
+    assert torch.equal(weight.multiply(x.view(4, 16, k)).view(64, -1), alone)
+
+
+@pytest.mark.parametrize("m", [1, 7, 20, 100])
+def test_epilogues(m: int) -> None:
+    weight = Weight("uniform", 4, 64, 130, 320, True, torch.float16)
+    x = weight.tokens(m)
+    residual = torch.randn(m, 130, device="cuda").half()
+    plain = weight.multiply(x).double()
+    for activation, function in ((None, lambda y: y), ("relu", torch.relu), ("gelu", gelu),
+                                 ("gelu_tanh", lambda y: gelu(y, approximate="tanh")),
+                                 ("silu", torch.nn.functional.silu)):  # fmt: skip
+        got = weight.multiply(x, activation=activation, residual=residual)
+        assert torch.allclose(got.double(), function(plain) + residual.double(), rtol=2e-3, atol=2e-3), activation
+    wide = torch.randn(m, 200, device="cuda").half()
+    strided = weight.multiply(x, residual=wide[:, 3:133], bias=None)
+    assert torch.equal(strided, weight.multiply(x, residual=wide[:, 3:133].contiguous(), bias=None))
+
+
+@pytest.mark.parametrize("m", [1, 8, 30])
+def test_views_of_tokens(m: int) -> None:
+    """Rows that start anywhere, further apart than they are long."""
+    weight = Weight("uniform", 4, 128, 48, 256, False, torch.float16)
+    wide = torch.randn(m, 300, device="cuda").half()
+    for first in (0, 1, 8):
+        view = wide[:, first : first + 256]
+        assert torch.equal(weight.multiply(view), weight.multiply(view.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_extreme_tokens(dtype: torch.dtype) -> None:
+    weight = Weight("uniform", 4, 128, 48, 512, False, dtype)
+    for factor in (1e-7, 1e-4, 100.0, 3e4) if dtype == torch.float16 else (1e-35, 1e-20, 1e10):
+        x = (weight.tokens(4).float().clamp(-2, 2) * factor).to(dtype)
+        want = linear(x.double(), weight.rounded.double(), None)
+        got = weight.multiply(x, bias=None).double()
+        limit = torch.finfo(dtype).max
+        inside = want.abs() < limit
+        error = (got - want)[inside].abs().max()
+        assert error <= 2.0**-8 * want.abs().clamp(max=limit).max() + torch.finfo(dtype).tiny, factor
+    for wrong in (float("nan"), float("inf")):
+        x = weight.tokens(6)
+        x[2, 300] = wrong
+        got = weight.multiply(x)
+        assert not torch.isfinite(got[2]).any()
+        assert torch.equal(got[[0, 1, 3, 4, 5]], weight.multiply(x[[0, 1, 3, 4, 5]]))
+
+
+def test_outliers_do_not_drown_what_stands_beside_them() -> None:
+    weight = Weight("uniform", 4, 128, 256, 4096, False, torch.float16)
+    x = weight.tokens(8)
+    x[:, ::128] *= 60
+    weight.check(x)
+
+
+def test_in_a_graph() -> None:
+    """A chain of layers, captured: what one writes the next one reads."""
+    weights = [Weight("uniform", bits, 128, 512, 512, False, torch.float16) for bits in (4, 3, 8, 2)]
+    x = weights[0].tokens(2)
+
+    def chain(y: Tensor) -> Tensor:
+        for weight in weights * 3:
+            y = weight.multiply(y, constant_weight=True).clamp(-4, 4) if weight.bits == 2 else weight.multiply(y) * 0.1
+        return y
+
+    want = chain(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(x)
+    for _ in range(3):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
+
+
+def test_compiles() -> None:
+    weight = Weight("uniform", 4, 128, 96, 256, False, torch.float16)
+    x = weight.tokens(3)
+    compiled = torch.compile(lambda y: weight.multiply(y).relu(), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), weight.multiply(x).relu())
+
+
+def test_no_tokens() -> None:
+    weight = Weight("uniform", 4, 128, 96, 256, False, torch.float16)
+    assert weight.multiply(torch.empty(0, 256, device="cuda", dtype=torch.float16)).shape == (0, 96)
