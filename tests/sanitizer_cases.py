@@ -180,14 +180,14 @@ def lowbit_cases() -> int:
     for (kind, bits, zeros), (n, k), group in itertools.product(
         kinds, ((33, 100), (144, 2176), (3216, 128)), (None, 32, 128)
     ):
-        weight = Weight(kind, bits, group, n, k, zeros, torch.float16)
-        packed, scale, bias = (t.cpu().cuda() for t in (weight.packed, weight.scale, weight.bias))
-        zero = None if weight.zero is None else weight.zero.cpu().cuda()
+        weight = Weight(kind, bits, group, n, k, zeros, torch.float16, device="cpu")
+        packed, scale, bias = (t.cuda() for t in (weight.packed, weight.scale, weight.bias))
+        zero = None if weight.zero is None else weight.zero.cuda()
         _C.lowbit_dequantize(packed, scale, zero, kind, bits, group, k)
         for m, mma_sync in ((1, False), (3, False), (7, False), (20, False), (40, False), (7, True), (40, True)):
-            x = weight.tokens(m).cpu().cuda()
-            arguments = (x, packed, scale, zero, bias, kind, bits, group, None, None, True)
-            got = _C.lowbit_linear(*arguments, mma_sync=mma_sync)
+            x = weight.tokens(m)
+            arguments = (x.cuda(), packed, scale, zero, bias, kind, bits, group, None, None, True)
+            got = _C.lowbit_linear(*arguments, mma_sync=mma_sync).cpu()
             want = x.double() @ weight.exact.t() + weight.bias.double()
             assert (got.double() - want).abs().max() <= 2e-3 * want.abs().max(), (kind, bits, n, k, group, m)
             count += 1

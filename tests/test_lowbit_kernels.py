@@ -38,7 +38,7 @@ class Weight:
         self, kind: str, bits: int, group: int | None, n: int, k: int, zeros: bool, dtype: torch.dtype
     ) -> None:
         g = torch.Generator("cuda").manual_seed(n * 7 + k + bits)
-        more = {"generator": g, "device": "cuda"}
+        more = {"generator": g, "device": device}
         groups = 1 if group is None else -(-k // group)
         columns = -(-k // 2) if kind == "sparse12" else k
         codes = torch.randint(0, 256 if kind == "sparse12" else 1 << bits, (n, columns), dtype=torch.uint8, **more)
@@ -60,7 +60,9 @@ class Weight:
         return woq_linear(x, self.packed, self.scale, self.zero, bits=self.bits, **more)
 
     def tokens(self, m: int, seed: int = 0) -> Tensor:
-        return torch.randn(m, self.k, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(self.dtype)
+        return torch.randn(m, self.k, generator=torch.Generator(self.device).manual_seed(seed), device=self.device).to(
+            self.dtype
+        )
 
     def check(self, x: Tensor) -> None:
         """At most twice the error that torch's linear makes with the weight in the same dtype, on many such tokens."""

@@ -131,6 +131,9 @@ struct BlockBringer {
 
   static constexpr int kFactBytes = Kind::kSegments * Kind::kTokens * static_cast<int>(sizeof(TokenChunk));
 
+  // At the barrier of a stage.
+  __device__ static uint32_t arrivals(const Weight& w) { return w.wide ? 1 : 33; }
+
   __device__ int bytes() const {
     int count = Kind::kColumnBytes + kFactBytes + strips * places.tile;
     if (w.wide) count += Kind::kSegments * (w.planes * rows * 2 + (w.zero != nullptr ? rows : 0));
@@ -139,8 +142,10 @@ struct BlockBringer {
 
   // What nothing in flight writes.
   __device__ void weights(int chunk, char* stage, FullBarrier& full) const {
-    if (!w.wide) ragged(chunk, stage);
-    __syncwarp();
+    if (!w.wide) {
+      ragged(chunk, stage);
+      full.arrive();
+    }
     if (lane == 0) full.arrive_and_expect_tx(static_cast<uint32_t>(bytes()));
     __syncwarp();
     if (lane < strips) {

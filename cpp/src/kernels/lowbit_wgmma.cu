@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, Kind::kBlocks) wgmma_kernel(const __
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
     for (int i = 0; i < stages; ++i) {
-      barriers.full[i].init(1);
+      barriers.full[i].init(BlockBringer<Kind>::arrivals(args.w));
       barriers.empty[i].init(kSummers / 32);
     }
     cutlass::arch::fence_barrier_init();
