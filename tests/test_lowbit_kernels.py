@@ -35,9 +35,18 @@ class Weight:
     """Random codes of one kind, what torch makes of them, and the op that multiplies them."""
 
     def __init__(
-        self, kind: str, bits: int, group: int | None, n: int, k: int, zeros: bool, dtype: torch.dtype
+        self,
+        kind: str,
+        bits: int,
+        group: int | None,
+        n: int,
+        k: int,
+        zeros: bool,
+        dtype: torch.dtype,
+        device: str = "cuda",
     ) -> None:
-        g = torch.Generator("cuda").manual_seed(n * 7 + k + bits)
+        self.device = device
+        g = torch.Generator(device).manual_seed(n * 7 + k + bits)
         more = {"generator": g, "device": device}
         groups = 1 if group is None else -(-k // group)
         columns = -(-k // 2) if kind == "sparse12" else k
