@@ -12,6 +12,7 @@ from octofuse.ops import (
     add_layer_norm_quantize,
     add_rms_norm,
     add_rms_norm_quantize,
+    bcq_linear,
     dequantize,
     engines,
     explain,
@@ -28,9 +29,11 @@ from octofuse.ops import (
     quantized_linear,
     rms_norm,
     rms_norm_quantize,
+    sparse12_linear,
     tune,
     tune_cublaslt,
     weight_sums,
+    woq_linear,
 )
 
 __version__ = "0.1.0"
@@ -44,6 +47,7 @@ __all__ = [
     "add_layer_norm_quantize",
     "add_rms_norm",
     "add_rms_norm_quantize",
+    "bcq_linear",
     "dequantize",
     "engines",
     "explain",
@@ -61,7 +65,9 @@ __all__ = [
     "quantized_linear",
     "rms_norm",
     "rms_norm_quantize",
+    "sparse12_linear",
     "tune",
     "tune_cublaslt",
     "weight_sums",
+    "woq_linear",
 ]

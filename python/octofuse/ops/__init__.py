@@ -4,6 +4,7 @@ from octofuse.ops import _register, decode, gemm, layouts, lowbit, quantize, row
 from octofuse.ops.decode import quantized_linear
 from octofuse.ops.explain import Explanation, engines, explain, tune_cublaslt
 from octofuse.ops.gemm import i8f16_linear, i8i8_linear, i8i8_matmul, i8i32_matmul, weight_sums
+from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
 from octofuse.ops.quantize import dequantize, quantize_per_tensor, quantize_per_token
 from octofuse.ops.rows import (
     activate,
@@ -41,6 +42,7 @@ __all__ = [
     "add_layer_norm_quantize",
     "add_rms_norm",
     "add_rms_norm_quantize",
+    "bcq_linear",
     "dequantize",
     "engines",
     "explain",
@@ -57,7 +59,9 @@ __all__ = [
     "quantized_linear",
     "rms_norm",
     "rms_norm_quantize",
+    "sparse12_linear",
     "tune",
     "tune_cublaslt",
     "weight_sums",
+    "woq_linear",
 ]
