@@ -153,6 +153,28 @@ def test_eval_against_the_float_model(checkpoint: str, tmp_path) -> None:
         assert message in err
 
 
+def test_frontier_of_mixtures(checkpoint: str, tmp_path) -> None:
+    picture = tmp_path / "frontier.svg"
+    words = ("frontier", "embedded", "--max-tokens", "1024", "--device", "cpu")
+    code, out, err = call(*words, "--schemes", "w8a16, bcq-q2-g128", "--plot", str(picture))
+    assert code == 0, err
+    rows = [line for line in out.splitlines() if "w8a16" in line or "bcq" in line]
+    assert len(rows) == 4
+    assert "frontier" in rows[0]
+    assert "frontier" in rows[-1]
+    assert picture.stat().st_size > 1000
+    for more, message in (
+        (("--schemes", "w8a16,w8a16"), "schemes: expected different names"),
+        (("--schemes", "w10a16"), "scheme: expected one of"),
+        (("--schemes", "w8a16", "--plot", "x.pdf"), "plot: expected a name that ends in .png"),
+    ):
+        code, _, err = call(*words, *more)
+        assert code == 1
+        assert message in err
+    code, _, err = call("frontier", checkpoint, "--device", "cpu")
+    assert (code, "model: expected a floating-point model" in err) == (1, True)
+
+
 def test_layout_support_without_a_gpu() -> None:
     code, _, err = call("layout", "support", "--shape", "12")
     assert (code, err.strip()) == (1, "octofuse: shape: expected M,N,K, got '12'")

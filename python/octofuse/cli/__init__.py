@@ -1,4 +1,4 @@
-"""The command line: `octofuse demo | quantize | generate | eval | tune | layout | doctor`."""
+"""The command line: `octofuse demo | quantize | generate | eval | frontier | tune | layout | doctor`."""
 
 from __future__ import annotations
 
@@ -112,6 +112,27 @@ def evaluate(
 
     with _plain_errors():
         run_evaluate(console, model, against, text, max_tokens, stride, plot, device)
+
+
+@app.command(name="frontier")
+def mixtures(
+    model: Annotated[str, typer.Argument(help="a floating-point model: a folder, a hub name or 'embedded'")],
+    schemes: Annotated[
+        str,
+        typer.Option(help="what attention and feed-forward may each have, 'float' included; all pairs are evaluated"),
+    ] = "w8a16,w4a16-g128-mse,bcq-q4-g128,bcq-q3-g128,bcq-q2-g128",
+    text: Annotated[Path | None, typer.Option(help="text file; default: the held-out text that ships")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="text file for schemes that need one")] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="read at most this many tokens")] = 16384,
+    stride: Annotated[int | None, typer.Option(min=1, help="tokens between windows; default: half a window")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw perplexity against size (.png or .svg)")] = None,
+    device: Device = "auto",
+) -> None:
+    """Mixed precision: perplexity and size of every pair of schemes for attention and feed-forward."""
+    from octofuse.cli.frontier import run_frontier
+
+    with _plain_errors():
+        run_frontier(console, model, schemes, text, calibration, max_tokens, stride, plot, device)
 
 
 @app.command()

@@ -3,13 +3,16 @@
 from octofuse.models.checkpoint import load, save
 from octofuse.models.compare import Comparison, compare
 from octofuse.models.evaluate import GenerationSpeed, measure_generation, perplexity
+from octofuse.models.frontier import Mixture, frontier
 from octofuse.models.fused import fuse_, unfuse_
 from octofuse.models.quantize import quantize_, weight_bytes
 
 __all__ = [
     "Comparison",
     "GenerationSpeed",
+    "Mixture",
     "compare",
+    "frontier",
     "fuse_",
     "load",
     "measure_generation",
