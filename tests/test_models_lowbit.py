@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ NAMES = (
     "w6a16-g32",
     "w5a16-g64-zp",
     "w4a16-g32-gptq",
+    "w4a16-g32-zp-awq",
     "w3a16-mse",
     "w2a16-g64-zp",
     "w1a16-g32",
@@ -110,6 +113,23 @@ def test_wrong_operands_are_refused_by_name() -> None:
         bcq_linear(x, packed, scale)
     with pytest.raises(ValueError, match="moments: expected calibrated second moments for gptq, got None"):
         quantised_layer(nn.Linear(32, 8), WeightOnly(4, 32, method="gptq"))
+
+
+def test_awq_scales_fold_into_the_norms() -> None:
+    """In floating point the folded model is the same one; and large channels lose less."""
+    tokens, plain = ids(), small_gpt2().eval()
+    with torch.no_grad():
+        for block in plain.transformer.h:  # some channels are large, and what reads them makes up for it
+            for norm, linear_ in ((block.ln_1, block.attn.c_attn), (block.ln_2, block.mlp.c_fc)):
+                norm.weight[::16] *= 40
+                norm.bias[::16] *= 40
+                linear_.weight[::16] /= 40
+    want = plain(tokens).logits
+    costs = {}
+    for name in ("w3a16-g32-mse", "w3a16-g32-awq"):
+        model = quantize_(copy.deepcopy(plain), name, [tokens], exceptions={"c_proj": None}, progress=False)
+        costs[name] = float((model(tokens).logits - want).square().mean())
+    assert costs["w3a16-g32-awq"] < 0.7 * costs["w3a16-g32-mse"]
 
 
 @pytest.mark.parametrize("name", NAMES)

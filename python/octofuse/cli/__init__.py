@@ -43,7 +43,7 @@ def quantize(
         str,
         typer.Option(
             help="w8a8-dynamic, w8a8-static, w8a8-static-{mse,percentile,entropy}, each also with -tensor and -smooth; "
-            "w<bits>a16[-g<group>][-zp][-mse or -gptq], bcq-q<bits>[-g<group>], sparse12-w7[-g<group>]"
+            "w<bits>a16[-g<group>][-zp][-mse, -gptq or -awq], bcq-q<bits>[-g<group>], sparse12-w7[-g<group>]"
         ),
     ] = "w8a8-dynamic",
     exceptions: Annotated[
@@ -51,7 +51,8 @@ def quantize(
         typer.Option("--except", help="LAYERS=SCHEME, such as mlp.c_proj=w8a8-dynamic or 'transformer.h.0.*=float'"),
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="text file for static and smoothed schemes and gptq; default: a text that ships")
+        Path | None,
+        typer.Option(help="text file for static and smoothed schemes, gptq, awq; default: a text that ships"),
     ] = None,
     device: Device = "auto",
 ) -> None:

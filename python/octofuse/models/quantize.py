@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.models import gpt2
-from octofuse.models.smooth import fold, scales_of
+from octofuse.models.smooth import fold, scales_for
 from octofuse.nn import QUANTISED, linear_layers, output_heads, quantised_layer, replace_module
 from octofuse.nn.linear import weight_of
 from octofuse.quant import AmaxObserver, AnyScheme, Histogram, Scheme, clipped_amax, observe, scheme_named
@@ -43,7 +43,7 @@ def quantize_(
         model: GPT-2 in any size, or any module with nn.Linear or Conv1D layers.
         scheme: a `Scheme`, a `WeightOnly` or a name that `quant.scheme_named` knows.
         calibration: batches of input ids `[B, T]` on any device (or whatever the model takes as its one argument), read
-            once; static and smoothed schemes and gptq need them, others do not look.
+            once; static and smoothed schemes, gptq and awq need them, others do not look.
         exceptions: other schemes for single layers, by the end of a layer's name ("mlp.c_proj") or a pattern
             ("transformer.h.0.*"); None leaves a layer in floating point. The first that matches counts. An output head
             that is tied to the embedding ("lm_head") is quantised if it is named here, and untied by that.
@@ -148,12 +148,14 @@ def _calibrated(
     try:
         by_values = any(scheme.clipping in ("percentile", "entropy") for scheme in schemes)
         # A histogram of what a layer reads says nothing of what it would read smoothed: there, rows are kept instead.
-        keeps = any(s.smoothing == "search" or s.clipping == "mse" for s in schemes) or (by_values and bool(producers))
+        keeps = any(s.smoothing in ("search", "awq") or s.clipping == "mse" for s in schemes) or (
+            by_values and bool(producers)
+        )
         device = next(model.parameters()).device
         shown = _track(calibration, "calibrating", progress)
         batches = (batch.to(device) if isinstance(batch, Tensor) else batch for batch in shown)
         samples = SAMPLES if keeps else 0
-        second = [name for name, own in plan.items() if not isinstance(own, Scheme) and own.needs_calibration]
+        second = [name for name, own in plan.items() if not isinstance(own, Scheme) and own.method == "gptq"]
         observers = observe(
             layers, batches, model, per_channel=bool(producers), samples=samples, histogram=by_values, moments=second
         )
@@ -161,7 +163,8 @@ def _calibrated(
         model.train(was_training)
     for observer in observers.values():
         observer.result()  # names the first layer that saw nothing, NaN or Inf
-    scales = {name: scales_of(layers[name], observers[name], plan[name].smoothing) for name in producers}
+    shown = _track(list(producers), "finding scales", progress)
+    scales = {name: scales_for(layers[name], observers[name], plan[name]) for name in shown}
     names = _track([name for name in layers if plan[name].is_static], "finding ranges", progress)
     ranges = {name: _range_of(layers[name], observers[name], scales.get(name), plan[name]) for name in names}
     return ranges, scales, {name: m for name in second if (m := observers[name].moments) is not None}

@@ -1,4 +1,4 @@
-"""SmoothQuant on a model: the scales of a linear, and their folding into it and into what produces its input."""
+"""SmoothQuant and AWQ on a model: the scales of a linear, and their folding into it and into what produces its input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.nn.linear import is_conv1d, weight_of
-from octofuse.quant import AmaxObserver, search_alpha, smoothing_scales
+from octofuse.quant import AmaxObserver, AnyScheme, Scheme, awq_scales, search_alpha, smoothing_scales
 
 
 def scales_of(layer: nn.Module, observer: AmaxObserver, alpha: float | Literal["search"] | None) -> Tensor:
@@ -20,6 +20,14 @@ def scales_of(layer: nn.Module, observer: AmaxObserver, alpha: float | Literal["
     if alpha == "search":
         alpha = search_alpha(torch.cat(observer.samples), w, act_amax)
     return smoothing_scales(act_amax, w.abs().amax(dim=0), alpha)
+
+
+def scales_for(layer: nn.Module, observer: AmaxObserver, scheme: AnyScheme) -> Tensor:
+    """The same, as a scheme asks for them."""
+    if isinstance(scheme, Scheme):
+        return scales_of(layer, observer, scheme.smoothing)
+    samples, w = torch.cat(observer.samples), weight_of(layer)
+    return awq_scales(samples, w, scheme.bits, scheme.group, zero_points=scheme.zero_points)
 
 
 @torch.no_grad()

@@ -94,7 +94,7 @@ class WeightOnlyLinear(PackedLinear):
                 raise ValueError("moments: expected calibrated second moments for gptq, got None")
             found = gptq(w, moments, scheme.bits, scheme.group, zero_points=zeros)
         else:
-            search = scheme.method == "mse"
+            search = scheme.method in ("mse", "awq")
             found = grid.quantize_rows(w, scheme.bits, scheme.group, zero_points=zeros, search=search)
         self.packed, self.scale = pack(found.codes, scheme.bits), found.scale.t().contiguous()
         self.zero = None if found.zero is None else found.zero.t().contiguous()

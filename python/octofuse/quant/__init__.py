@@ -1,6 +1,7 @@
 """The mathematics of quantisation in plain torch: no ops, no kernels, no model surgery."""
 
 from octofuse.quant.affine import AnyScheme, Scheme, channel_scales, scheme_named, tensor_scale
+from octofuse.quant.awq import awq_scales
 from octofuse.quant.calibrate import AmaxObserver, calibrate, clipped_amax, observe
 from octofuse.quant.gptq import gptq
 from octofuse.quant.histogram import Histogram
@@ -13,6 +14,7 @@ __all__ = [
     "Histogram",
     "Scheme",
     "WeightOnly",
+    "awq_scales",
     "calibrate",
     "channel_scales",
     "clipped_amax",

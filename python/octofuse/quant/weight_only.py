@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 GROUPS = (32, 64, 128, 256)
-METHODS = ("rtn", "mse", "gptq")
-_NAME = re.compile(r"w([1-8])a16(?:-g(\d+))?(-zp)?(?:-(mse|gptq))?")
+METHODS = ("rtn", "mse", "gptq", "awq")
+_NAME = re.compile(r"w([1-8])a16(?:-g(\d+))?(-zp)?(?:-(mse|gptq|awq))?")
 _CODED = re.compile(r"bcq-q([1-8])(?:-g(\d+))?")
 _SPARSE = re.compile(r"sparse12-w7(?:-g(\d+))?")
 
@@ -22,17 +22,17 @@ class WeightOnly:
         two columns, in 7 bits (quant.sparse).
     zero_points: a grid that covers a group's smallest to largest value, instead of as much on either side of 0.
     method: of a grid: round to nearest; "mse": the range that loses least in the weight; "gptq": errors made up for by
-        later columns, which calibration says how to do.
+        later columns, which calibration says how to do; "awq": as "mse", with input channels scaled first where a norm
+        can take the scales (quant.awq), by calibration.
     """
 
     bits: int = 4
     group: int | None = 128
     code: Literal["grid", "bcq", "sparse12"] = "grid"
     zero_points: bool = False
-    method: Literal["rtn", "mse", "gptq"] = "rtn"
+    method: Literal["rtn", "mse", "gptq", "awq"] = "rtn"
 
     # What an int8 scheme may have, and this one has not.
-    smoothing: ClassVar[None] = None
     smooth_values: ClassVar[bool] = False
     is_static: ClassVar[bool] = False
     clipping: ClassVar[str] = "max"
@@ -55,7 +55,12 @@ class WeightOnly:
 
     @property
     def needs_calibration(self) -> bool:
-        return self.method == "gptq"
+        return self.method in ("gptq", "awq")
+
+    @property
+    def smoothing(self) -> Literal["awq"] | None:
+        """How scales of the input channels are found, which fold into what stands before a layer."""
+        return "awq" if self.method == "awq" else None
 
     @property
     def name(self) -> str:
