@@ -29,12 +29,17 @@ L2_BYTES = 128 << 20
 Call = Callable[[], Tensor]
 
 
+def copies(weight_bytes: int) -> int:
+    """So many weights exceed L2."""
+    return max(2, min(48, L2_BYTES // weight_bytes))
+
+
 def lowbit_calls(kind: str, bits: int, m: int, n: int, k: int, group: int | None = 128) -> tuple[list[Call], int]:
     """Calls over as many weights as exceed L2, and the bytes of one weight. Codes are random: they cost what others do."""
     shape = (packed_rows(n), packed_words(4 if kind == "sparse12" else bits, k))
     groups = 1 if group is None else k // group
     scales = (groups, bits, n) if kind == "planes" else (groups, n)
-    count = max(2, min(48, L2_BYTES // (shape[0] * shape[1] * 4)))
+    count = copies(shape[0] * shape[1] * 4)
     calls: list[Call] = []
     for _ in range(count):
         x = torch.randn(m, k, device="cuda").half()
@@ -52,14 +57,14 @@ def lowbit_calls(kind: str, bits: int, m: int, n: int, k: int, group: int | None
 
 
 def float_calls(m: int, n: int, k: int) -> list[Call]:
-    count = max(2, min(48, L2_BYTES // (n * k * 2)))
+    count = copies(n * k * 2)
     pairs = [(torch.randn(m, k, device="cuda").half(), torch.randn(n, k, device="cuda").half()) for _ in range(count)]
     return [lambda x=x, w=w: linear(x, w) for x, w in pairs]
 
 
 def tinygemm_calls(m: int, n: int, k: int) -> list[Call]:
     """torch's 4-bit kernel, bf16, group 128."""
-    count = max(2, min(48, L2_BYTES // (n * k // 2)))
+    count = copies(n * k // 2)
     calls: list[Call] = []
     for _ in range(count):
         x = torch.randn(m, k, device="cuda").bfloat16()
@@ -76,7 +81,7 @@ def gemlite_calls(m: int, n: int, k: int) -> list[Call] | None:
         from gemlite.helper import A16W4
     except ImportError:
         return None
-    count = max(2, min(16, L2_BYTES // (n * k // 2)))
+    count = copies(n * k // 2)
     x = torch.randn(m, k, device="cuda").half()
     layers = [A16W4(device="cuda").from_linear(torch.nn.Linear(k, n, device="cuda").half()) for _ in range(count)]
     return [lambda f=f: f(x) for f in layers]

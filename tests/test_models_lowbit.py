@@ -76,9 +76,7 @@ def test_epilogues(device: str, name: str) -> None:
     plain = layer(x)
     assert torch.equal(run("relu", residual), plain.relu() + residual)
     assert torch.equal(run("gelu_tanh", None), torch.nn.functional.gelu(plain, approximate="tanh"))
-    with pytest.raises(
-        ValueError, match="activation: expected None, 'relu', 'gelu', 'gelu_tanh' or 'silu', got 'tanh'"
-    ):
+    with pytest.raises(ValueError, match="activation: expected None, 'relu', 'gelu', 'gelu_tanh', 'silu', got 'tanh'"):
         run("tanh", None)
     with pytest.raises(ValueError, match=r"residual: expected shape \[7, 40\], got \[6, 40\]"):
         run(None, residual[1:])
@@ -109,6 +107,9 @@ def test_wrong_operands_are_refused_by_name() -> None:
         given = {"x": x, "packed": packed, "scale": scale, "zero": zero} | wrong
         with pytest.raises(error, match=message):
             woq_linear(**given, bits=4, group=32)
+    for name, wrong in (("bits", {"bits": 4.0}), ("group", {"group": "32"})):
+        with pytest.raises(TypeError, match=f"{name}: expected int.*, got {type(wrong[name]).__name__}"):
+            woq_linear(x, packed, scale, zero, **({"bits": 4, "group": 32} | wrong))
     with pytest.raises(ValueError, match=r"alpha: expected \[G, q, N\], got shape \[3, 40\]"):
         bcq_linear(x, packed, scale)
     with pytest.raises(ValueError, match="moments: expected calibrated second moments for gptq, got None"):

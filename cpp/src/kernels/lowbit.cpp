@@ -14,8 +14,10 @@ bool has_wgmma(const LowbitArgs& args, int device) { return !args.mma_sync && de
 
 }  // namespace
 
+// The kernels ask for up to 226 KB of shared memory a block, which other chips that they are built for do not have.
 bool takes_lowbit(const LowbitArgs& args, int device) {
-  return args.m <= kMostTokens && device_capability(device).kernels_mma;
+  const Capability& capability = device_capability(device);
+  return args.m <= kMostTokens && capability.compute_capability == 90 && capability.kernels_mma;
 }
 
 size_t lowbit_scratch(const LowbitArgs& args, int device) {

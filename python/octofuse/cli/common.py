@@ -132,6 +132,29 @@ def window_of(model: nn.Module) -> int:
     return min(context_of(model), 512)
 
 
+def expect_picture(plot: Path | None) -> None:
+    if plot is not None and plot.suffix not in (".png", ".svg"):
+        raise ValueError(f"plot: expected a name that ends in .png or .svg, got {plot.name!r}")
+
+
+@contextmanager
+def picture(path: Path, size: tuple[float, float]) -> Iterator[Any]:
+    """matplotlib's axes of one figure, which is written at the end. ImportError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("drawing needs matplotlib: pip install 'octofuse[plots]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=size)
+    yield axes
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 @contextmanager
 def progress(description: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr; what it gives is called with (done, all)."""

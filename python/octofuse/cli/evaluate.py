@@ -10,10 +10,12 @@ from rich.table import Table
 
 from octofuse.cli.common import (
     evaluation_tokens,
+    expect_picture,
     load_any,
     load_float,
     measure_perplexity,
     pick_device,
+    picture,
     progress,
     window_of,
 )
@@ -34,8 +36,7 @@ def run_evaluate(
 ) -> None:
     if plot is not None and against is None:
         raise ValueError("plot: expected --against a floating-point model beside it; there is nothing else to draw")
-    if plot is not None and plot.suffix not in (".png", ".svg"):
-        raise ValueError(f"plot: expected a name that ends in .png or .svg, got {plot.name!r}")
+    expect_picture(plot)
     where = pick_device(device)
     loaded, tokenizer = load_any(model, where)
     tokens = evaluation_tokens(tokenizer, text)[:max_tokens]
@@ -93,22 +94,11 @@ def _kind(name: str) -> str:
 
 def draw(found: Comparison, path: Path) -> None:
     """A bar for each layer. ImportError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError("drawing needs matplotlib: pip install 'octofuse[plots]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     finite = {name: value for name, value in found.sqnr.items() if math.isfinite(value)}
     low = below_their_kind(found.sqnr)
-    figure, axes = plt.subplots(figsize=(8, 0.22 * len(finite) + 1.5))
     colors = ["tab:red" if name in low else "tab:blue" for name in finite]
-    axes.barh(range(len(finite)), list(finite.values()), color=colors)
-    axes.set_yticks(range(len(finite)), list(finite), fontsize=7)
-    axes.invert_yaxis()
-    axes.set(xlabel="SQNR of the layer's output, dB", title=f"perplexity {found.cost:+.2%}, KL {found.kl:.3g} nats")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with picture(path, (8, 0.22 * len(finite) + 1.5)) as axes:
+        axes.barh(range(len(finite)), list(finite.values()), color=colors)
+        axes.set_yticks(range(len(finite)), list(finite), fontsize=7)
+        axes.invert_yaxis()
+        axes.set(xlabel="SQNR of the layer's output, dB", title=f"perplexity {found.cost:+.2%}, KL {found.kl:.3g} nats")

@@ -7,7 +7,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from octofuse.cli.common import calibration_batches, evaluation_tokens, load_float, pick_device, progress, window_of
+from octofuse.cli.common import (
+    calibration_batches,
+    evaluation_tokens,
+    expect_picture,
+    load_float,
+    pick_device,
+    picture,
+    progress,
+    window_of,
+)
 from octofuse.models import Mixture, frontier
 from octofuse.models.frontier import FLOAT
 from octofuse.quant import scheme_named
@@ -26,8 +35,7 @@ def run_frontier(
 ) -> None:
     names = [name.strip() for name in schemes.split(",")]
     calibrates = any(scheme_named(name).needs_calibration for name in names if name != FLOAT)
-    if plot is not None and plot.suffix not in (".png", ".svg"):
-        raise ValueError(f"plot: expected a name that ends in .png or .svg, got {plot.name!r}")
+    expect_picture(plot)
     loaded, tokenizer = load_float(model, pick_device(device))
     tokens = evaluation_tokens(tokenizer, text)[:max_tokens]
     batches = calibration_batches(tokenizer, loaded, calibration) if calibrates else None
@@ -51,22 +59,11 @@ def run_frontier(
 
 def draw(found: list[Mixture], path: Path) -> None:
     """Perplexity against size. ImportError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError("drawing needs matplotlib: pip install 'octofuse[plots]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     best = [one for one in found if one.on_frontier]
-    figure, axes = plt.subplots(figsize=(9, 5.5))
-    axes.plot([one.bytes / 1e6 for one in found], [one.perplexity for one in found], ".", color="grey")
-    axes.plot([one.bytes / 1e6 for one in best], [one.perplexity for one in best], "o-")
-    for one in best:
-        axes.annotate(one.name, (one.bytes / 1e6, one.perplexity), fontsize=6, rotation=20)
-    axes.set(xlabel="checkpoint, MB", ylabel="perplexity", yscale="log")
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with picture(path, (9, 5.5)) as axes:
+        axes.plot([one.bytes / 1e6 for one in found], [one.perplexity for one in found], ".", color="grey")
+        axes.plot([one.bytes / 1e6 for one in best], [one.perplexity for one in best], "o-")
+        for one in best:
+            axes.annotate(one.name, (one.bytes / 1e6, one.perplexity), fontsize=6, rotation=20)
+        axes.set(xlabel="checkpoint, MB", ylabel="perplexity", yscale="log")
+        axes.grid(alpha=0.3)

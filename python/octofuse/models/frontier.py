@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -86,12 +87,9 @@ def frontier(
 
 
 def _beats(one: Mixture, other: Mixture) -> bool:
-    """NaN beats nothing, and everything beats it."""
-    as_good = not one.perplexity > other.perplexity and one.perplexity == one.perplexity
-    if other.perplexity != other.perplexity:
-        return as_good
-    better = one.bytes < other.bytes or one.perplexity < other.perplexity
-    return as_good and one.bytes <= other.bytes and better
+    """A perplexity that is NaN counts as infinite."""
+    own, its = (math.inf if math.isnan(p) else p for p in (one.perplexity, other.perplexity))
+    return one.bytes <= other.bytes and own <= its and (one.bytes < other.bytes or own < its)
 
 
 def _members(layers: Mapping[str, nn.Module], parts: Mapping[str, str]) -> dict[str, str]:

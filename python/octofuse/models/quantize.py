@@ -148,9 +148,8 @@ def _calibrated(
     try:
         by_values = any(scheme.clipping in ("percentile", "entropy") for scheme in schemes)
         # A histogram of what a layer reads says nothing of what it would read smoothed: there, rows are kept instead.
-        keeps = any(s.smoothing in ("search", "awq") or s.clipping == "mse" for s in schemes) or (
-            by_values and bool(producers)
-        )
+        searches = any(s.smoothing in ("search", "awq") or s.clipping == "mse" for s in schemes)
+        keeps = searches or (by_values and bool(producers))
         device = next(model.parameters()).device
         shown = _track(calibration, "calibrating", progress)
         batches = (batch.to(device) if isinstance(batch, Tensor) else batch for batch in shown)

@@ -1,10 +1,10 @@
 """Linears whose weights have 1 to 8 bits and whose activations are in floating point.
 
-fp16 and bf16 on a GPU of compute capability 8.0 or higher run kernels that read the packed weight: a token's 128 columns
-share a power of two and become 16-bit integers, whose products with the codes are exact; sums of groups are in fp32. What
-that does to a value is below 2^-14 of the largest of its 128, a quarter of what fp16 itself does to that one. More tokens
-than the kernels take multiply a weight that is dequantised for the call, as do fp32 activations and groups other than 32,
-64 and 128 times a power of two; elsewhere all of it is torch.
+On compute capability 9.0 up to 64 tokens in fp16 or bf16 run kernels that read the packed weight: a token's 128 columns
+share a power of two and become 16-bit integers, whose products with the codes are exact; sums of groups are in fp32. That
+changes a value by at most 2^-14 of the largest of its 128, where fp16 itself rounds that one by up to 2^-12. More tokens,
+fp32 activations, other chips, and groups other than 32, 64 and 128 times a power of two multiply a weight that is
+dequantised for the call; on the CPU all of it is torch.
 """
 
 from __future__ import annotations
@@ -130,10 +130,17 @@ def dequantize_lowbit(
 def _call(
     x: Tensor, weight: tuple[Tensor, Tensor, Tensor | None, Tensor | None], bias: Tensor | None, *rest: Any
 ) -> Tensor:
+    _, bits, group, activation, residual, _ = rest
+    for name, value in (("bits", bits), ("group", group)):
+        if value is not None and type(value) is not int:
+            raise TypeError(f"{name}: expected int{' or None' * (name == 'group')}, got {type(value).__name__}")
+    if activation is not None and activation not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"activation: expected None, {known}, got {activation!r}")
     arguments = (x, *weight, bias, *rest)
-    if goes_direct(*arguments):
+    if goes_direct(x, *weight, bias, residual):
         return _lowbit_linear(*arguments)
-    refuse_gradients("lowbit_linear", x=x, bias=bias, residual=rest[4])
+    refuse_gradients("lowbit_linear", x=x, bias=bias, residual=residual)
     result: Tensor = torch.ops.octofuse.lowbit_linear(*arguments)
     return result
 
