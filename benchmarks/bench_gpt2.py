@@ -19,6 +19,7 @@ from torch import nn
 
 from octofuse.generate import Generator, Sampling, Session
 from octofuse.models import gpt2, quantize_, weight_bytes
+from octofuse.testing.timing import energy
 
 PROMPT = [15496, 11, 314, 1101, 257, 3303, 2746, 11]
 NEW_TOKENS = 30
@@ -98,26 +99,6 @@ def study_row(size: str, engine: str, call: Callable[[int], Any], device: torch.
         "mJ/token": None if joules is None else joules / NEW_TOKENS * 1e3,
         "W": watts,
     }
-
-
-def energy(call: Callable[[], Any], device: torch.device, seconds: float = 1.5) -> tuple[float | None, float | None]:
-    """Joules of one call and the mean power, from the card's counter; None without nvidia-ml-py."""
-    try:
-        import pynvml
-    except ImportError:
-        return None, None
-    if device.type != "cuda":
-        return None, None
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-    synchronize(device)
-    before, began, calls = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
-        call()
-        synchronize(device)
-        calls += 1
-    joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) / 1e3
-    return joules / calls, joules / (time.perf_counter() - began)
 
 
 def session_of(generator: Generator, batch: int, context: int) -> Session:

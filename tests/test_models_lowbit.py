@@ -148,6 +148,22 @@ def test_models_quantise_save_load_and_generate(name: str, tmp_path) -> None:
     assert generator(PROMPTS, 8) == [by_transformers(loaded, prompt, 8) for prompt in PROMPTS]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["w4a16-g64", "w3a16-g32-zp", "bcq-q3-g32", "sparse12-w7"])
+def test_generation_on_the_gpu(name: str) -> None:
+    """Prefill and captured steps by the kernels: what the CPU computes in fp32, and what a prompt gives alone."""
+    model = quantize_(small_gpt2(), name, progress=False).eval().requires_grad_(False)
+    want = model(ids()).logits
+    model.to("cuda", torch.float16)
+    got = model(ids().cuda()).logits.float().cpu()
+    assert (got - want).abs().max() <= 0.02 * want.abs().max()
+    prompts = [[5, 1, 9, 2, 7], [3, 8, 8, 1, 2, 6, 4], [11, 4, 7, 7, 1, 3]]
+    generator = Generator(model)
+    together = generator(prompts, 8)
+    assert generator(prompts, 8) == together
+    assert [generator([prompt], 8)[0] for prompt in prompts] == together
+
+
 def test_fewer_bits_cost_more() -> None:
     tokens = ids(2, 64).flatten()
     found = {}

@@ -58,8 +58,8 @@ def test_packing_lies_as_it_says(planes: bool) -> None:
     packed = pack(codes, bits, planes=planes)
     for n, k in itertools.product(range(0, rows, 3), range(0, columns, 7)):
         tile = n // 16 * 2 + k // 128
-        step, t, byte, odd = k % 128 // 32, k % 32 // 8, k % 8 // 2, k % 2
-        lane, register = n % 8 * 4 + t, step * 4 + odd * 2 + n % 16 // 8
+        step, t, byte = k % 128 // 32, k % 8 // 2, k % 2 * 2 + k % 16 // 8
+        lane, register = n % 8 * 4 + t, step * 4 + k % 32 // 16 * 2 + n % 16 // 8
         code = first = low = 0
         for width in (1,) * 7 if planes else (4, 2, 1):
             of_lane = register // (8 // width)
@@ -77,7 +77,7 @@ def test_pairs_lie_as_they_say() -> None:
     for n, pair in itertools.product(range(0, 20, 3), range(0, 100, 7)):
         k = pair * 2
         tile = n // 16 * 2 + k // 128
-        step, t, byte = k % 128 // 32, k % 32 // 8, k % 8 // 2
+        step, t, byte = k % 128 // 32, k % 8 // 2, k % 32 // 8
         lane, of_lane = n % 8 * 4 + t, step * 2 + n % 16 // 8
         at = of_lane // 4 * 128 + lane * 4 + of_lane % 4
         assert word(packed, tile, 256, at) >> (byte * 8) & 255 == codes[n, pair]

@@ -77,7 +77,7 @@ bool has_kernels(const LowbitWeight& weight) {
 
 py::object lowbit_linear_op(py::handle x_object, py::handle packed, py::handle scale, py::handle zero,
                             py::handle bias_object, const std::string& kind, int bits, py::handle group,
-                            py::handle activation, py::handle residual_object, bool constant_weight, bool mma_sync) {
+                            py::handle activation, py::handle residual_object, bool constant_weight) {
   const TensorView x(x_object, "x");
   expect_dtype(x, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
   expect_known_device(x);
@@ -118,15 +118,13 @@ py::object lowbit_linear_op(py::handle x_object, py::handle packed, py::handle s
   }
   if (!halves || !has_kernels(weight)) return py::none();
   const int device = x.device();
+  args.x = x.data();
   if (args.m > 0 && !takes_lowbit(args, device)) return py::none();
   TensorFactory factory(x.dl.device);
   py::object result = factory.make(shape, args.type, &args.out);
   if (args.m == 0) return result;
-  args.x = x.data();
   args.constant_weight = constant_weight;
-  args.mma_sync = mma_sync;
-  const size_t bytes = lowbit_scratch(args, device);
-  lowbit_linear(args, bytes > 0 ? factory.scratch(bytes) : nullptr, device, factory.current_stream());
+  lowbit_linear(args, device, factory.current_stream());
   return result;
 }
 
@@ -146,7 +144,7 @@ py::object lowbit_dequantize_op(py::handle packed, py::handle scale, py::handle 
 void bind_lowbit(py::module_& module) {
   module.def("lowbit_linear", &lowbit_linear_op, py::arg("x"), py::arg("packed"), py::arg("scale"), py::arg("zero"),
              py::arg("bias"), py::arg("kind"), py::arg("bits"), py::arg("group"), py::arg("activation"),
-             py::arg("residual"), py::arg("constant_weight"), py::arg("mma_sync") = false);
+             py::arg("residual"), py::arg("constant_weight"));
   module.def("lowbit_dequantize", &lowbit_dequantize_op);
 }
 

@@ -55,7 +55,6 @@ def lowbit_linear(
     activation: str | None,
     residual: Tensor | None,
     constant_weight: bool,
-    mma_sync: bool = ...,
 ) -> Tensor | None: ...
 def lowbit_dequantize(
     packed: Tensor, scale: Tensor, zero: Tensor | None, kind: str, bits: int, group: int | None, k: int

@@ -6,13 +6,13 @@
 //   planes:   w = sum of scale[i] * (+1 where bit i of the code is set, else -1), 1 to 8 of them
 //   sparse12: of every two columns one, its value of 7 bits times scale.
 //
-// A token's 128 columns share a power of two, by which they become integers of 16 bits, and these two int8 numbers
-// each, high and low. So products run on int8 tensor cores and are exact; sums over groups are in fp32, in an order
-// that K alone decides. A token's bits depend neither on the other tokens nor on how many there are. See
-// lowbit_tile.cuh.
+// Up to 4 tokens (lowbit_gemv.cu): a token's 128 columns share a power of two, by which they become integers of 16
+// bits, and these two int8 numbers each, high and low. So products run on int8 tensor cores and are exact; sums over
+// groups are in fp32. More (lowbit_gemm.cu): weights are rounded once, to x's type, and multiplied on its tensor cores,
+// with sums in fp32. Either way K alone decides the order of the sums, and a token's bits do not depend on the other
+// tokens.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "octofuse/gemm.h"
@@ -39,7 +39,6 @@ struct LowbitArgs {
   int64_t residual_ld = 0;
   void* out = nullptr;           // [m, n], row stride n
   bool constant_weight = false;  // nothing in flight writes packed, scale, zero or bias
-  bool mma_sync = false;         // the kernels for any chip, also where there is a faster one: tests compare their bits
 };
 
 // Groups that the kernels can follow: 32, 64, 128 times a power of two, or 0.
@@ -47,11 +46,9 @@ constexpr bool takes_group(int64_t group) {
   return group == 0 || group == 32 || group == 64 || (group % 128 == 0 && (group & (group - 1)) == 0);
 }
 
-// Whether there is a kernel for so many tokens on this device; for more, lowbit_dequantize and a product of fp16 rows.
+// Whether there is a kernel for these tokens on this device; else lowbit_dequantize and a product of fp16 rows.
 bool takes_lowbit(const LowbitArgs& args, int device);
-// Bytes of scratch memory, 16-byte aligned, that lowbit_linear needs.
-size_t lowbit_scratch(const LowbitArgs& args, int device);
-void lowbit_linear(const LowbitArgs& args, void* scratch, int device, Stream stream);
+void lowbit_linear(const LowbitArgs& args, int device, Stream stream);
 
 // The weight, [n, k] in `type`, row stride k: each value rounded once.
 void lowbit_dequantize(const LowbitArgs& args, void* w, int device, Stream stream);

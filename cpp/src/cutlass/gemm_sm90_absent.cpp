@@ -40,9 +40,9 @@ bool run_few(const RowPassArgs&, cudaStream_t) { return false; }
 
 namespace octofuse::lowbit {
 
-size_t wgmma_scratch(const LowbitArgs&) { return 0; }
-void run_wgmma(const LowbitArgs&, void*, int, cudaStream_t) {
-  throw RuntimeError("lowbit_wgmma: this build holds no sm_90a kernels");
+bool takes_gemm(const LowbitArgs&) { return false; }
+void run_gemm(const LowbitArgs&, int, cudaStream_t) {
+  throw RuntimeError("lowbit_gemm: this build holds no sm_90a kernels");
 }
 
 }  // namespace octofuse::lowbit

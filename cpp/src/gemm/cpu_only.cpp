@@ -41,8 +41,7 @@ void logits(const LogitsArgs&, int, Stream) { absent(); }
 void embed(const EmbedArgs&, int, Stream) { absent(); }
 void choose(const ChooseArgs&, int, Stream) { absent(); }
 bool takes_lowbit(const LowbitArgs&, int) { return false; }
-size_t lowbit_scratch(const LowbitArgs&, int) { return 0; }
-void lowbit_linear(const LowbitArgs&, void*, int, Stream) { absent(); }
+void lowbit_linear(const LowbitArgs&, int, Stream) { absent(); }
 void lowbit_dequantize(const LowbitArgs&, void*, int, Stream) { absent(); }
 void run_row_linear(const RowPassArgs&, bool, const GemmArgs&, const GemmProblem&, int, Stream, const Allocator&) {
   absent();

@@ -29,13 +29,18 @@ Capability& known_capability(int device) {
     int major = 0;
     int minor = 0;
     int sms = 0;
+    int shared_memory = 0;
     cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     if (status == cudaSuccess) status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
     if (status == cudaSuccess) status = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    if (status == cudaSuccess) {
+      status = cudaDeviceGetAttribute(&shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    }
     if (status != cudaSuccess) {
       throw RuntimeError("cuda:" + std::to_string(device) + ": " + cudaGetErrorString(status));
     }
     Capability capability = capability_for(major * 10 + minor, sms);
+    capability.shared_memory = shared_memory;
     capability.cublaslt = cublaslt::api().loaded();
     capability.cublaslt_why = cublaslt::api().why_not;
     known.at(static_cast<size_t>(device)) = capability;

@@ -7,30 +7,25 @@
 namespace octofuse {
 namespace {
 
-// A launch's: with more the codes would be read again, and a weight that is dequantised once costs no more (measured).
-constexpr int kMostTokens = 64;
+// From more on a weight that is dequantised once and cuBLAS are faster (measured): sooner where blocks are few.
+int most_tokens(const LowbitArgs& args) { return args.n <= 4224 ? 128 : 256; }
 
-bool has_wgmma(const LowbitArgs& args, int device) { return !args.mma_sync && device_capability(device).kernels_sm90a; }
+bool takes_gemv(const LowbitArgs& args, int device) {
+  return device_capability(device).kernels_mma && lowbit::takes_gemv(args, device);
+}
 
 }  // namespace
 
-// The kernels ask for up to 226 KB of shared memory a block, which other chips that they are built for do not have.
 bool takes_lowbit(const LowbitArgs& args, int device) {
-  const Capability& capability = device_capability(device);
-  return args.m <= kMostTokens && capability.compute_capability == 90 && capability.kernels_mma;
+  return takes_gemv(args, device) ||
+         (args.m <= most_tokens(args) && device_capability(device).kernels_sm90a && lowbit::takes_gemm(args));
 }
 
-size_t lowbit_scratch(const LowbitArgs& args, int device) {
-  if (lowbit::takes_gemv(args)) return 0;
-  return has_wgmma(args, device) ? lowbit::wgmma_scratch(args) : lowbit::gemm_scratch(args);
-}
-
-void lowbit_linear(const LowbitArgs& args, void* scratch, int device, Stream stream) {
+void lowbit_linear(const LowbitArgs& args, int device, Stream stream) {
   const DeviceGuard guard(device);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (lowbit::takes_gemv(args)) return lowbit::run_gemv(args, device, cuda_stream);
-  if (has_wgmma(args, device)) return lowbit::run_wgmma(args, scratch, device, cuda_stream);
-  lowbit::run_gemm(args, scratch, device, cuda_stream);
+  if (takes_gemv(args, device)) return lowbit::run_gemv(args, device, cuda_stream);
+  lowbit::run_gemm(args, device, cuda_stream);
 }
 
 }  // namespace octofuse

@@ -19,10 +19,10 @@ struct DequantizeArgs {
   int planes;
 };
 
-// Code `column` of 8 consecutive ones of row lane / 4 + 8 * row, as a number that scales multiply.
+// Code `column` of the 8 that this lane has of row lane / 4 + 8 * row, as a number that scales multiply.
 template <LowbitFormat kFormat, int kBits>
 __device__ inline float level_of(const uint32_t (&a)[4], int row, int column, float zero) {
-  const uint32_t byte = a[row + column % 2 * 2] >> (column / 2 * 8) & 0xFFU;
+  const uint32_t byte = a[row + column / 4 * 2] >> (column % 2 * 16 + column / 2 % 2 * 8) & 0xFFU;
   if constexpr (kFormat == LowbitFormat::kSparse12) return static_cast<float>(static_cast<int8_t>(byte) / 2);
   return static_cast<float>(byte) - zero;
 }
@@ -41,7 +41,7 @@ __device__ void levels_of_step(const DequantizeArgs& args, const char* tile, int
     // A step known at compile time, for the shifts.
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      if (i == step) codes_of_step<kFormat, kBits>(words, i, a);
+      if (i == step) codes_of_step<kFormat, Code::kPlanes ? 1 : Code::kWidth>(words, i, a);
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -53,6 +53,24 @@ __device__ void levels_of_step(const DequantizeArgs& args, const char* tile, int
       for (int column = 0; column < 8; ++column) {
         const float level = level_of<kFormat, kBits>(a, row, column, zero);
         values[row][column] = __fadd_rn(values[row][column], __fmul_rn(Code::kPlanes ? 2.0F * level : level, scale));
+      }
+    }
+  }
+}
+
+// Lane t's word i becomes lane i's word t: two columns of every 8 become 8 neighbours.
+__device__ inline void transpose_in_quads(uint32_t (&words)[4], int lane) {
+#pragma unroll
+  for (int step = 1; step <= 2; ++step) {
+    const bool second = (lane & step) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((i & step) != 0) continue;
+      const uint32_t got = __shfl_xor_sync(0xFFFFFFFFU, second ? words[i] : words[i + step], step);
+      if (second) {
+        words[i] = got;
+      } else {
+        words[i + step] = got;
       }
     }
   }
@@ -75,20 +93,22 @@ __global__ void __launch_bounds__(32 * kWarps) dequantize_kernel(const __grid_co
     const int k = chunk * kChunk + step * 32 + lane % 4 * 8;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        pairs[i] = half_bits(values[row][2 * i], w.type) | half_bits(values[row][2 * i + 1], w.type) << 16;
+      }
+      transpose_in_quads(pairs, lane);
       const int n = strip * kStrip + lane / 4 + row * 8;
       if (n >= w.n || k >= args.k) continue;
       uint16_t* const out = args.out + static_cast<int64_t>(n) * args.k + k;
-      uint16_t halves[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) halves[i] = half_bits(values[row][i], w.type);
       if (args.wide) {
-        *reinterpret_cast<uint4*>(out) = make_uint4(halves[0] | halves[1] << 16, halves[2] | halves[3] << 16,
-                                                    halves[4] | halves[5] << 16, halves[6] | halves[7] << 16);
+        *reinterpret_cast<uint4*>(out) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         continue;
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        if (k + i < args.k) out[i] = halves[i];
+        if (k + i < args.k) out[i] = static_cast<uint16_t>(pairs[i / 2] >> (i % 2 * 16));
       }
     }
   }
@@ -102,12 +122,6 @@ void launch(const DequantizeArgs& args, cudaStream_t stream) {
   check_launch("lowbit_dequantize");
 }
 
-template <int kBits>
-void launch_uniform(int bits, const DequantizeArgs& args, cudaStream_t stream) {
-  if (bits == kBits) return launch<LowbitFormat::kUniform, kBits>(args, stream);
-  if constexpr (kBits > 1) launch_uniform<kBits - 1>(bits, args, stream);
-}
-
 }  // namespace
 }  // namespace lowbit
 
@@ -116,14 +130,10 @@ void lowbit_dequantize(const LowbitArgs& given, void* w, int device, Stream stre
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const lowbit::DequantizeArgs args{lowbit::Weight(given), given.k, static_cast<uint16_t*>(w), given.k % 8 == 0,
                                     given.bits};
-  switch (given.format) {
-    case LowbitFormat::kUniform:
-      return lowbit::launch_uniform<8>(given.bits, args, cuda_stream);
-    case LowbitFormat::kPlanes:
-      return lowbit::launch<LowbitFormat::kPlanes, 1>(args, cuda_stream);
-    case LowbitFormat::kSparse12:
-      return lowbit::launch<LowbitFormat::kSparse12, 8>(args, cuda_stream);
-  }
+  lowbit::with_format(given, [&](auto format) {
+    using Format = decltype(format);
+    lowbit::launch<Format::kFormat, Format::kBits>(args, cuda_stream);
+  });
 }
 
 }  // namespace octofuse

@@ -12,7 +12,6 @@ namespace octofuse::lowbit {
 namespace {
 
 constexpr int kThreads = 32 * kParts;
-constexpr int kMostShared = 224 << 10;
 constexpr int kFewRows = 3000;
 
 struct GemvArgs {
@@ -21,7 +20,7 @@ struct GemvArgs {
   int log_tokens;  // slots for tokens: 1, 2 or 4
   const void* x;
   int64_t ldx;
-  bool wide_x;
+  bool pairs_of_x;
   Epilogue epilogue;
   bool constant_weight;
   int stages;  // kDeep or kShallow
@@ -39,8 +38,9 @@ struct Kind {
   using Code = Codes<kFormat, kBits>;
   using Stage = lowbit::Stage<Code, kPlain, kZeros, kStrips>;
   static constexpr int kSlot = (Stage::kBytes + 15) / 16 * 16;
-  // As much on its way as fits keeps memory busy while tokens are converted; less does where these need the room.
-  static constexpr int kDeep = stages_in(160 << 10, kParts* kSlot);
+  // Much on its way keeps memory busy while tokens are converted; less does where these need the room. Below 4 bits
+  // instructions bound the kernel, and a deeper ring was slower.
+  static constexpr int kDeep = stages_in((Stage::kTile < 1024 ? 112 : 160) << 10, kParts* kSlot);
   static constexpr int kShallow = stages_in(72 << 10, kParts* kSlot);
 };
 
@@ -76,8 +76,8 @@ struct Tokens {
   __device__ void load() {
     const int i = min(item, count - 1);
     const int token = min(i & ((1 << args.log_tokens) - 1), args.m - 1);
-    const int k = (i >> args.log_tokens) * kChunk + static_cast<int>(threadIdx.x) % 16 * 8;
-    next.load(args.x, token * args.ldx, k, args.k, args.wide_x);
+    const int k = RawColumns::first_of(i >> args.log_tokens, static_cast<int>(threadIdx.x) % 16);
+    next.load(args.x, token * args.ldx, k, args.k, args.pairs_of_x);
   }
 
   __device__ void convert() {
@@ -92,8 +92,8 @@ struct Tokens {
       next.widen(args.w.type, v);
       item += kThreads / 16;
       if (first + kThreads / 16 < count) load();
-      convert_chunk<InQuads<2>>(v, exists, memory + chunk * tokens * 2 * kChunk, 2 * tokens, 2 * token,
-                                facts + chunk * segments * tokens + token, tokens, segments, kFactor<kFormat>);
+      convert_chunk(v, exists, memory + chunk * tokens * 2 * kChunk, 2 * tokens, 2 * token,
+                    facts + chunk * segments * tokens + token, tokens, segments, kFactor<kFormat>);
     }
   }
 };
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
   __syncthreads();
   const int column = lane / 4 & (2 * tokens - 1);  // of x; a token's slots may be fewer than a product's columns
   const int segments = args.w.groups.segments;
-  const char* const x = memory + InQuads<2>::offset(2 * tokens, column, lane % 4) + part * tokens * 2 * kChunk;
+  const char* const x = memory + place_of_eighth(2 * tokens, column, lane % 4) + part * tokens * 2 * kChunk;
   const int half = tokens * kChunk;
   const auto* const facts =
       reinterpret_cast<const TokenChunk*>(memory + places.facts) + (lane % 4 & (tokens - 1)) + part * segments * tokens;
@@ -252,9 +252,10 @@ template <class Kind>
 void launch(const GemvArgs& given, int device, cudaStream_t stream) {
   static DeviceFlags raised;
   const auto* function = reinterpret_cast<const void*>(gemv_kernel<Kind>);
-  allow_shared_memory(function, kMostShared, device, raised);
+  const int most = device_capability(device).shared_memory;
+  allow_shared_memory(function, most, device, raised);
   GemvArgs args = given;
-  args.stages = bytes_of<Kind>(args, Kind::kDeep) <= kMostShared ? Kind::kDeep : Kind::kShallow;
+  args.stages = bytes_of<Kind>(args, Kind::kDeep) <= most ? Kind::kDeep : Kind::kShallow;
   const int units = (args.w.n + Kind::Stage::kRows - 1) / Kind::Stage::kRows;
   const int blocks = std::min(units, device_capability(device).sm_count);
   launch_kernel("lowbit_gemv", function, dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
@@ -295,7 +296,7 @@ auto with_kernel(const LowbitArgs& given, F f) {
   GemvArgs args{Weight(given),         given.m, given.k, 0, given.x, given.ldx, false, Epilogue(given),
                 given.constant_weight, 0};
   while (1 << args.log_tokens < args.m) ++args.log_tokens;
-  args.wide_x = given.k % 8 == 0 && given.ldx % 8 == 0 && reinterpret_cast<uintptr_t>(given.x) % 16 == 0;
+  args.pairs_of_x = given.k % 2 == 0 && given.ldx % 2 == 0 && reinterpret_cast<uintptr_t>(given.x) % 4 == 0;
   const auto call = [&](auto kind) { return f(kind, args); };
   if (given.format == LowbitFormat::kUniform) return with_bits<LowbitFormat::kUniform, 8>(given.bits, args, call);
   if (given.format == LowbitFormat::kPlanes) return with_bits<LowbitFormat::kPlanes, 8>(given.bits, args, call);
@@ -304,10 +305,11 @@ auto with_kernel(const LowbitArgs& given, F f) {
 
 }  // namespace
 
-bool takes_gemv(const LowbitArgs& args) {
-  return args.m <= 4 && !args.mma_sync && with_kernel(args, [](auto kind, const GemvArgs& of) {
+bool takes_gemv(const LowbitArgs& args, int device) {
+  const int most = device_capability(device).shared_memory;
+  return args.m <= 4 && with_kernel(args, [&](auto kind, const GemvArgs& of) {
            using Kind = decltype(kind);
-           return bytes_of<Kind>(of, Kind::kShallow) <= kMostShared;
+           return bytes_of<Kind>(of, Kind::kShallow) <= most;
          });
 }
 

@@ -8,14 +8,11 @@
 namespace octofuse::lowbit {
 
 // lowbit_gemv.cu: up to 4 tokens that fit into an SM's shared memory beside the stream of weights.
-bool takes_gemv(const LowbitArgs& args);
+bool takes_gemv(const LowbitArgs& args, int device);
 void run_gemv(const LowbitArgs& args, int device, cudaStream_t stream);
 
-// Any number of tokens, 64 at a time, the codes read again for each.
-// lowbit_wgmma.cu: sm_90a. lowbit_gemm.cu: mma.sync.
-size_t wgmma_scratch(const LowbitArgs& args);
-void run_wgmma(const LowbitArgs& args, void* scratch, int device, cudaStream_t stream);
-size_t gemm_scratch(const LowbitArgs& args);
-void run_gemm(const LowbitArgs& args, void* scratch, int device, cudaStream_t stream);
+// lowbit_gemm.cu, sm_90a: any number of tokens whose rows, and those of the scales, TMA can read.
+bool takes_gemm(const LowbitArgs& args);
+void run_gemm(const LowbitArgs& args, int device, cudaStream_t stream);
 
 }  // namespace octofuse::lowbit

@@ -7,6 +7,21 @@
 
 namespace octofuse::lowbit {
 
+// f(Format()) for what a weight's codes are at compile time; how many planes they have is known at run time alone.
+template <LowbitFormat kFormat_, int kBits_>
+struct Format {
+  static constexpr LowbitFormat kFormat = kFormat_;
+  static constexpr int kBits = kBits_;
+};
+
+template <int kBits = 8, class F>
+void with_format(const LowbitArgs& args, F f) {
+  if (args.format == LowbitFormat::kPlanes) return f(Format<LowbitFormat::kPlanes, 0>());
+  if (args.format == LowbitFormat::kSparse12) return f(Format<LowbitFormat::kSparse12, 0>());
+  if (args.bits == kBits) return f(Format<LowbitFormat::kUniform, kBits>());
+  if constexpr (kBits > 1) with_format<kBits - 1>(args, f);
+}
+
 // What every kernel knows of a weight.
 struct Weight {
   const char* packed;
@@ -17,8 +32,8 @@ struct Weight {
   int planes;  // 1 but for planes
   Groups groups;
   DType type;
-  bool wide;        // 8 scales and 16 zero points can be copied at once
-  int scale_pitch;  // bytes from group to group
+  bool wide;            // 8 scales and 16 zero points can be copied at once
+  int64_t scale_pitch;  // bytes from group to group
 
   explicit Weight(const LowbitArgs& args)
       : packed(reinterpret_cast<const char*>(args.packed)),
@@ -32,7 +47,7 @@ struct Weight {
         type(args.type) {
     const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
     wide = args.n % 16 == 0 && aligned(scale) && aligned(zero);
-    scale_pitch = 2 * args.n * planes;
+    scale_pitch = int64_t{2} * args.n * planes;
   }
 
 #ifdef __CUDACC__
@@ -130,7 +145,7 @@ struct Bringer {
     if constexpr (Stage::kPlain) {
       constexpr int kCopies = Code::kCount * kScaleCopies;
       const int group = static_cast<int>(static_cast<uint32_t>(chunk) >> w.groups.log);
-      copy_to_stage_if(lane < kCopies, to + Stage::kScalesAt, scale + static_cast<int64_t>(group) * w.scale_pitch);
+      copy_to_stage_if(lane < kCopies, to + Stage::kScalesAt, scale + group * w.scale_pitch);
       if (Stage::kZeros) {
         copy_to_stage_if(lane < kStrips, to + Stage::kZerosAt, zero + static_cast<int64_t>(group) * w.n);
       }
@@ -143,7 +158,19 @@ struct Bringer {
   // Several groups, or places that are not aligned.
   __device__ void bring_ragged(char* stage) const {
     const int segments = w.groups.segments;
-    for (int i = lane; i < segments * Code::kCount * kScaleCopies; i += 32) {
+    const int rows = segments * Code::kCount;
+    if (Code::kCount * kSteps * kScaleCopies <= 32 && w.wide) {  // a copy a lane
+      const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(stage)) + lane * 16;
+      const int first = static_cast<int>(static_cast<uint32_t>(chunk * segments) >> w.groups.log);
+      const int behind = min(lane / kScaleCopies, (w.last + 1 - first) * Code::kCount - 1) - lane / kScaleCopies;
+      const char* const from = scale + first * w.scale_pitch + behind * w.n * int64_t{2};
+      copy_to_stage_if(lane < rows * kScaleCopies, to + Stage::kScalesAt, from);
+      const bool has_zero = w.zero != nullptr && lane < segments * kStrips;
+      const uint8_t* const zeros = w.zero_row(chunk, min(lane / kStrips, segments - 1)) + zero_column();
+      copy_to_stage_if(has_zero, to + Stage::kZerosAt, zeros);
+      return;
+    }
+    for (int i = lane; i < rows * kScaleCopies; i += 32) {
       const int row = i / kScaleCopies;
       const uint16_t* const from = w.scale_row(chunk, row / Code::kCount, row % Code::kCount);
       const int n = strip * kStrip + i % kScaleCopies * 8;
@@ -159,6 +186,9 @@ struct Bringer {
       Stage::zeros(stage)[i] = w.zero_row(chunk, i / Stage::kRows)[n];
     }
   }
+
+  // Of this lane's copy of zero points.
+  __device__ int zero_column() const { return min(strip + lane % kStrips, (w.n - 1) / kStrip) * kStrip; }
 };
 
 // A plane's scales of a segment for rows lane / 4 and lane / 4 + 8 of a strip.

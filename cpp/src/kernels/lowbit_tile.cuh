@@ -1,5 +1,5 @@
-// What the low-bit kernels share: how codes and tokens lie, and the arithmetic of 16 rows of weights against tokens
-// over 128 columns.
+// What the low-bit kernels share: how codes lie, and the arithmetic of up to 4 tokens against 16 rows of weights over
+// 128 columns (lowbit_gemv.cu).
 //
 // mma.sync m16n8k32: codes are its 16 rows, as unsigned bytes (sparse12: signed); a token is two of its 8 columns, the
 // high and the low bytes of its integers. A quad's lane t then holds both sums of token t, for two rows:
@@ -88,7 +88,8 @@ __device__ inline uint32_t codes_of(const uint32_t (&words)[2 * kWidth], int r) 
   return codes;
 }
 
-// One operand of a product: rows lane / 4 and lane / 4 + 8, their even and then their odd columns.
+// One operand of a product of 32 columns: rows lane / 4 and lane / 4 + 8 of the first 16, then of the others. A
+// register has columns 2 * t, 2 * t + 8, 2 * t + 1, 2 * t + 9 of its 16 (t: lane % 4).
 template <LowbitFormat kFormat, int kBits>
 __device__ inline void codes_of_step(const uint32_t (&words)[Codes<kFormat, kBits>::kWords], int step,
                                      uint32_t (&a)[4]) {
@@ -99,8 +100,10 @@ __device__ inline void codes_of_step(const uint32_t (&words)[Codes<kFormat, kBit
       uint32_t odd;  // 0xFF where the high bit is set: the second column is kept
       asm("prmt.b32 %0, %1, 0, 0xBA98;" : "=r"(odd) : "r"(pairs));
       const uint32_t values = pairs << 1 & 0xFEFEFEFEU;  // twice the value, signed
-      a[row] = values & ~odd;
-      a[row + 2] = values & odd;
+      const uint32_t evens = values & ~odd;
+      const uint32_t odds = values & odd;
+      a[row] = __byte_perm(evens, odds, 0x5410);
+      a[row + 2] = __byte_perm(evens, odds, 0x7632);
     }
   } else {
 #pragma unroll
@@ -125,14 +128,13 @@ __device__ inline void mma(const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int
 
 // ---- groups ----
 
-// Which scales a chunk needs: groups below 128 are followed 32 columns at a time, others by whole chunks.
+// Which scales a chunk needs: those of its 2 or 4 groups, its segments, or of the one that it lies in.
 struct Groups {
-  int segments;  // of a chunk: 4 or 1
-  int log;       // segments of a group, of which a row has up to 2^31
+  int segments;  // of a chunk: 4, 2 or 1
+  int log;       // chunks of a group, of which a row has up to 2^31
 
-  __host__ __device__ explicit Groups(int group) : segments(group == 32 || group == 64 ? kSteps : 1), log(0) {
-    const int columns = kChunk / segments;
-    while (columns << log < group) ++log;
+  __host__ __device__ explicit Groups(int group) : segments(group == 32 || group == 64 ? kChunk / group : 1), log(0) {
+    while (kChunk << log < group) ++log;
     if (group == 0) log = 31;
   }
   // The group of a chunk's segment.
@@ -153,31 +155,13 @@ __device__ inline uint16_t half_bits(float value, DType type) {
 
 // ---- tokens ----
 
-// Where a chunk of `columns` columns lies in bytes: `column` is 2 * token, and + 1 for the low bytes; `eighth`: 8
-// columns of the weight, of a chunk's 16; a step has four. For mma.sync a quad's lanes read 16 bytes, for two steps, or
-// 8 for one.
-template <int kStepsAtOnce>
-struct InQuads {
-  __host__ __device__ static constexpr int offset(int columns, int column, int eighth) {
-    const int step = eighth / 4;
-    return (step / kStepsAtOnce * columns + column) * 4 * 8 * kStepsAtOnce +
-           (eighth % 4 * kStepsAtOnce + step % kStepsAtOnce) * 8;
-  }
-  __device__ static void store(char* chunk, int columns, int column, int eighth, uint32_t even, uint32_t odd) {
-    *reinterpret_cast<uint2*>(chunk + offset(columns, column, eighth)) = make_uint2(even, odd);
-  }
-};
-
-// For wgmma: rows of 128 bytes in the 128-byte swizzle, of which a step has 32: 16 of even columns, then 16 of odd
-// ones.
-struct InRows {
-  __device__ static void store(char* chunk, int, int column, int eighth, uint32_t even, uint32_t odd) {
-    char* const row = chunk + column * kChunk + eighth % 4 * 4;
-    const int piece = eighth / 4 * 2;
-    *reinterpret_cast<uint32_t*>(row + (piece ^ column % 8) * 16) = even;
-    *reinterpret_cast<uint32_t*>(row + ((piece + 1) ^ column % 8) * 16) = odd;
-  }
-};
+// Where a chunk of a product's `columns` columns lies in bytes, as a quad's lanes read them, 16 bytes for two steps:
+// `column` is 2 * token, and + 1 for the low bytes; `eighth`: 8 columns of the weight, those of lane eighth % 4 in step
+// eighth / 4.
+__host__ __device__ constexpr int place_of_eighth(int columns, int column, int eighth) {
+  const int step = eighth / 4;
+  return (step / 2 * columns + column) * 64 + (eighth % 4 * 2 + step % 2) * 8;
+}
 
 // What a chunk of a token is to a segment's products: the power of two that its integers stand for, NaN if a value is
 // NaN or infinite; and the sum of those in the segment.
@@ -186,9 +170,8 @@ struct TokenChunk {
   int sum;
 };
 
-// A token's 128 columns by half a warp, 8 of them in a thread: the integers' bytes to `bytes`, the rest to
-// facts[segment * pitch], with `factor` in the power. Nothing is stored where !stores.
-template <class Layout>
+// A token's 128 columns by half a warp, an eighth in a thread, as RawColumns loads them: the integers' bytes to
+// `bytes`, the rest to facts[segment * pitch], with `factor` in the power. Nothing is stored where !stores.
 __device__ inline void convert_chunk(const float (&v)[8], bool stores, char* bytes, int columns, int column,
                                      TokenChunk* facts, int pitch, int segments, float factor) {
   const int lane = static_cast<int>(threadIdx.x) % 16;
@@ -218,13 +201,13 @@ __device__ inline void convert_chunk(const float (&v)[8], bool stores, char* byt
   uint32_t low[2];
   int sum = 0;
 #pragma unroll
-  for (int odd = 0; odd < 2; ++odd) {
-    const uint32_t first = __byte_perm(raw[odd], raw[odd + 2], 0x5140);  // low, low, high, high
-    const uint32_t second = __byte_perm(raw[odd + 4], raw[odd + 6], 0x5140);
-    low[odd] = __byte_perm(first, second, 0x5410) ^ 0x80808080U;
-    high[odd] = __byte_perm(first, second, 0x7632);
-    if (!finite) low[odd] = high[odd] = 0;
-    sum += 256 * __dp4a(static_cast<int>(high[odd]), 0x01010101, 0) + __dp4a(static_cast<int>(low[odd]), 0x01010101, 0);
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t first = __byte_perm(raw[i * 4], raw[i * 4 + 2], 0x5140);  // low, low, high, high
+    const uint32_t second = __byte_perm(raw[i * 4 + 1], raw[i * 4 + 3], 0x5140);
+    low[i] = __byte_perm(first, second, 0x5410) ^ 0x80808080U;
+    high[i] = __byte_perm(first, second, 0x7632);
+    if (!finite) low[i] = high[i] = 0;
+    sum += 256 * __dp4a(static_cast<int>(high[i]), 0x01010101, 0) + __dp4a(static_cast<int>(low[i]), 0x01010101, 0);
   }
   const int width = 16 / segments;  // lanes of a segment
 #pragma unroll
@@ -233,31 +216,32 @@ __device__ inline void convert_chunk(const float (&v)[8], bool stores, char* byt
     if (i < width) sum += other;
   }
   if (!stores) return;
-  Layout::store(bytes, columns, column, lane, high[0], high[1]);
-  Layout::store(bytes, columns, column + 1, lane, low[0], low[1]);
+  *reinterpret_cast<uint2*>(bytes + place_of_eighth(columns, column, lane)) = make_uint2(high[0], high[1]);
+  *reinterpret_cast<uint2*>(bytes + place_of_eighth(columns, column + 1, lane)) = make_uint2(low[0], low[1]);
   const float stands_for = finite ? __uint_as_float(inverse) * factor : __int_as_float(0x7FC00000);
   if (lane % width == 0) facts[lane / width * pitch] = {stands_for, sum};
 }
 
-// 8 columns of a token from `k` on, zeros behind the last; as they lie in memory.
+// An eighth of a token's chunk, zeros behind the last column; as it lies in memory, in pairs: columns k and k + 1 of
+// every 8 of the 32, where k is the eighth's first.
 struct RawColumns {
   uint32_t words[4];
 
-  __device__ void load(const void* x, int64_t at, int k, int columns, bool wide) {
-    const auto* const data = static_cast<const uint16_t*>(x) + at + k;
-    if (wide && k < columns) {  // whole: columns is a multiple of 8
-      const uint4 raw = *reinterpret_cast<const uint4*>(data);
-      words[0] = raw.x;
-      words[1] = raw.y;
-      words[2] = raw.z;
-      words[3] = raw.w;
-      return;
-    }
+  __device__ static int first_of(int chunk, int eighth) { return chunk * kChunk + eighth / 4 * 32 + eighth % 4 * 2; }
+
+  // pairs: no pair lies across 4 bytes, or has one column alone.
+  __device__ void load(const void* x, int64_t at, int k, int columns, bool pairs) {
+    const auto* const data = static_cast<const uint16_t*>(x) + at;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const uint32_t even = k + 2 * j < columns ? data[2 * j] : 0;
-      const uint32_t odd = k + 2 * j + 1 < columns ? data[2 * j + 1] : 0;
-      words[j] = even | odd << 16;
+      const int column = k + 8 * j;
+      if (pairs) {
+        words[j] = column < columns ? *reinterpret_cast<const uint32_t*>(data + column) : 0;
+      } else {
+        const uint32_t even = column < columns ? data[column] : 0;
+        const uint32_t odd = column + 1 < columns ? data[column + 1] : 0;
+        words[j] = even | odd << 16;
+      }
     }
   }
 

@@ -1,12 +1,11 @@
 // Tensor maps, shared memory and the launch of the wgmma kernel.
 #include "wgmma/launch.h"
 
-#include <cudaTypedefs.h>
-
 #include <algorithm>
 #include <mutex>
 
 #include "kernels/launch.h"
+#include "wgmma/tensor_map.h"
 #include "wgmma/tiles.h"
 
 namespace octofuse::wgmma {
@@ -23,32 +22,9 @@ constexpr int kAllTiles = static_cast<int>(sizeof(kTiles) / sizeof(kTiles[0]));
 constexpr int kSharedPerSm = 228 * 1024;  // compute capability 9.0; 1 KB of it goes to each block's system use
 constexpr int kMaxStages = 32;
 
-PFN_cuTensorMapEncodeTiled_v12000 encoder() {
-  static const auto function = [] {
-    void* pointer = nullptr;
-    cudaDriverEntryPointQueryResult found{};
-    const cudaError_t status =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &found);
-    if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) {
-      throw_launch_error("wgmma", "the driver has no cuTensorMapEncodeTiled");
-    }
-    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(pointer);
-  }();
-  return function;
-}
-
-// [rows, k] int8 with row stride ld, read in pieces of box_rows x 128 bytes; zeros beyond the edges.
+// [rows, k] int8 with row stride ld, read in pieces of box_rows x 128 bytes.
 CUtensorMap operand_map(const int8_t* data, int64_t rows, int64_t k, int64_t ld, int box_rows) {
-  CUtensorMap map;
-  const cuuint64_t extents[] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(ld)};
-  const cuuint32_t box[] = {128, static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[] = {1, 1};
-  const CUresult status = encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<int8_t*>(data), extents, strides,
-                                    box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS) throw_launch_error("wgmma", "cuTensorMapEncodeTiled refused an operand");
-  return map;
+  return tensor_map({data, rows, k, ld, 1, box_rows, 128, true});
 }
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }

@@ -47,10 +47,13 @@ OCTOFUSE_WGMMA(256);
 // wgmma's view of a K-major operand tile whose rows are 128 bytes in TMA's 128-byte swizzle (PTX ISA, "matrix
 // descriptor"): address / 16, the distance of two groups of 8 rows (1024 bytes) / 16, and the swizzle's code. A step of
 // 32 bytes along K adds 2.
-__device__ inline uint64_t tile_descriptor(const void* tile) {
-  const uint64_t address = cute::cast_smem_ptr_to_uint(tile);
-  return ((address & 0x3FFFF) >> 4) | (uint64_t{1} << 16) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
+__device__ inline uint32_t low_descriptor(const void* tile) {
+  return ((cute::cast_smem_ptr_to_uint(tile) & 0x3FFFF) >> 4) | 1U << 16;
 }
+__device__ inline uint64_t descriptor_of(uint32_t low) {
+  return uint64_t{low} | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
+}
+__device__ inline uint64_t tile_descriptor(const void* tile) { return descriptor_of(low_descriptor(tile)); }
 
 // This thread's warpgroup, in a form that the compiler knows to be the same for a whole warp: descriptors derived from
 // it stay in uniform registers, and wgmmas follow each other without a round trip through vector registers.

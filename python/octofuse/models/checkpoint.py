@@ -1,6 +1,6 @@
 """Quantised checkpoints: a folder with config.json, octofuse.safetensors and the tokenizer's files.
 
-config.json carries `quantization_config: {"quant_method": "octofuse", "scheme": ..., "version": 1}`. The weights do not
+config.json carries `quantization_config: {"quant_method": "octofuse", "scheme": ..., "version": 2}`. The weights do not
 lie in model.safetensors: transformers skips quantisation methods that it does not know and would read int8 bytes as floats.
 """
 
@@ -25,7 +25,7 @@ from octofuse.nn.linear import weight_of
 from octofuse.quant import scheme_named
 
 METHOD = "octofuse"
-VERSION = 1
+VERSION = 2  # 1: low-bit codes lay in another order
 WEIGHTS = "octofuse.safetensors"
 
 

@@ -1,10 +1,14 @@
 """Linears whose weights have 1 to 8 bits and whose activations are in floating point.
 
-On compute capability 9.0 up to 64 tokens in fp16 or bf16 run kernels that read the packed weight: a token's 128 columns
-share a power of two and become 16-bit integers, whose products with the codes are exact; sums of groups are in fp32. That
-changes a value by at most 2^-14 of the largest of its 128, where fp16 itself rounds that one by up to 2^-12. More tokens,
-fp32 activations, other chips, and groups other than 32, 64 and 128 times a power of two multiply a weight that is
-dequantised for the call; on the CPU all of it is torch.
+fp16 and bf16 run kernels that read the packed weight. Up to 4 tokens, compute capability 8.0 and later: a token's 128
+columns share a power of two and become 16-bit integers, whose products with the codes are exact; sums of groups are in
+fp32. That changes a value by at most 2^-14 of the largest of its 128, where fp16 itself rounds that one by up to 2^-12.
+Up to 256 tokens (128 where N is at most 4,224), compute capability 9.0: weights are rounded once to x's dtype and
+multiplied on its tensor cores. That needs rows of x, scales and zeros that start at multiples of 16 bytes: K and N
+multiples of 8, with zero points N of 16; N is free where a row is one group.
+
+More tokens, fp32 activations, other chips, and groups other than 32, 64 and 128 times a power of two multiply a weight
+that is dequantised for the call; on the CPU all of it is torch.
 """
 
 from __future__ import annotations
@@ -53,8 +57,8 @@ def woq_linear(
         constant_weight: nothing in flight writes packed, scale or zero; as in `i8f16_linear`.
 
     Returns:
-        `[..., N]` in x's dtype. For fp16 and bf16 operands of one dtype a token's bits are the same whatever else is in x,
-        as long as the kernels take as many tokens.
+        `[..., N]` in x's dtype. By the kernels a token's bits are the same whatever else is in x: those of up to 4 tokens,
+        or those of more.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.

@@ -1,9 +1,11 @@
 """How codes of 1 to 8 bits lie in 32-bit words: the one description, for layers, checkpoints and kernels.
 
 Rows are filled up to a multiple of 16 and columns to one of 128, with zeros, and cut into tiles of 16 x 128; the tiles of
-16 rows lie one after the other. A tile belongs to 32 lanes of a warp as mma.sync (m16n8k32) wants its operand: in each of
-4 steps, of 32 columns, lane 4 * g + t has rows g and g + 8 and columns 8 * t to 8 * t + 7. That makes 4 registers of 4
-codes a step, a byte each: even columns of row g, of row g + 8, odd columns of row g, of row g + 8; 16 registers in all.
+16 rows lie one after the other. A tile belongs to 32 lanes of a warp as tensor cores want their operand: in each of 4
+steps, of 32 columns, lane 4 * g + t has rows g and g + 8 and the columns 2 * t and 2 * t + 1 of every 8. That makes 4
+registers of 4 codes a step, a byte each: row g's of the first 16 columns, row g + 8's, row g's of the other 16, row
+g + 8's; 16 registers in all. Their bytes are columns 2 * t, 2 * t + 8, 2 * t + 1, 2 * t + 9: so the two halves of a
+register are the neighbours that an fp16 product wants side by side, and the whole of it is what an int8 product wants.
 
 A code is cut into fields of 8, 4, 2 or 1 bits, the low bits first: 7 = 4 + 2 + 1, 6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1; or,
 `planes`, into single bits. A tile holds its fields one after the other. A field of f bits packs 8 / f registers into a
@@ -11,7 +13,8 @@ word: register r stands at bit r % (8 / f) * f of every byte of word r // (8 / f
 Of a lane's 2 * f words four lie side by side, then the next lane's four, and behind those of all lanes the next four (two
 instead of four for one bit): 32 lanes read consecutive bytes.
 
-Pairs (`quant.sparse`: a byte for two columns) have 8 registers: in each step row g and then row g + 8.
+Pairs (`quant.sparse`: a byte for two columns) have 8 registers: in each step row g and then row g + 8, a byte each of the
+four times two columns.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ ROW = 128  # columns of a tile
 
 _FIELDS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
-# strip, half (row g or g + 8), g, chunk, step, t, byte, odd -> strip, chunk, g, t, step, odd, half, byte; and back
-_OF_CODES, _TO_LANES = (2, 8, -1, 4, 4, 4, 2), (0, 3, 2, 5, 4, 7, 1, 6)
-_OF_PAIRS, _PAIRS_TO_LANES = (2, 8, -1, 4, 4, 4), (0, 3, 2, 5, 4, 1, 6)
+# strip, row g or g + 8, g, chunk, step, 16 columns, 8 columns, t, odd -> strip, chunk, g, t, step, 16 columns, row g or
+# g + 8, odd, 8 columns; and back
+_OF_CODES, _TO_LANES = (2, 8, -1, 4, 2, 2, 4, 2), (0, 3, 2, 7, 4, 5, 1, 8, 6)
+_OF_PAIRS, _PAIRS_TO_LANES = (2, 8, -1, 4, 2, 2, 4), (0, 3, 2, 7, 4, 1, 5, 6)
 
 
 def packed_rows(rows: int) -> int:
@@ -65,8 +69,8 @@ def unpack(packed: Tensor, bits: int, rows: int, columns: int, *, planes: bool =
         values = _from_words(tiles[..., first : first + 64 * width], width)
         codes |= values.to(torch.uint8) << low
         first, low = first + 64 * width, low + width
-    in_lanes = codes.view(*codes.shape[:2], 8, 4, 4, 2, 2, 4)
-    back = [_TO_LANES.index(i) for i in range(8)]
+    in_lanes = codes.view(*codes.shape[:2], 8, 4, 4, 2, 2, 2, 2)
+    back = [_TO_LANES.index(i) for i in range(9)]
     return in_lanes.permute(back).reshape(packed.shape[0], -1)[:rows, :columns]
 
 
@@ -80,8 +84,8 @@ def pack_pairs(codes: Tensor) -> Tensor:
 def unpack_pairs(packed: Tensor, rows: int, columns: int) -> Tensor:
     """The codes, uint8 [rows, ceil(columns / 2)], of what `pack_pairs` gave."""
     tiles = _tiles(packed, 4, rows, columns)
-    in_lanes = _from_words(tiles, 8).to(torch.uint8).view(*tiles.shape[:2], 8, 4, 4, 2, 4)
-    back = [_PAIRS_TO_LANES.index(i) for i in range(7)]
+    in_lanes = _from_words(tiles, 8).to(torch.uint8).view(*tiles.shape[:2], 8, 4, 4, 2, 2, 2)
+    back = [_PAIRS_TO_LANES.index(i) for i in range(8)]
     return in_lanes.permute(back).reshape(packed.shape[0], -1)[:rows, : -(-columns // 2)]
 
 

@@ -124,3 +124,23 @@ def source_hash() -> str | None:
     root = Path(__file__).resolve().parents[3]
     run = subprocess.run(["git", "rev-parse", "HEAD:cpp"], cwd=root, capture_output=True, text=True, check=False)
     return run.stdout.strip() or None
+
+
+def energy(call: Callable[[], Any], device: torch.device, seconds: float = 1.5) -> tuple[float | None, float | None]:
+    """Joules of one call and the mean power in watts, from the card's counter; None without nvidia-ml-py or a GPU."""
+    try:
+        import pynvml
+    except ImportError:
+        return None, None
+    if device.type != "cuda":
+        return None, None
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+    torch.cuda.synchronize(device)
+    before, began, calls = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        call()
+        torch.cuda.synchronize(device)
+        calls += 1
+    joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) / 1e3
+    return joules / calls, joules / (time.perf_counter() - began)

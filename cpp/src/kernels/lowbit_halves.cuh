@@ -1,0 +1,134 @@
+// Codes to the operand of fp16 and bf16 tensor-core products: each weight scale * (code - zero), rounded once, as if it
+// had been dequantised to memory. Planes add up from the last one to the first, rounding after each.
+#pragma once
+
+#include "kernels/lowbit_tile.cuh"
+
+namespace octofuse::lowbit {
+
+// ---- two numbers of 16 bits in a register; a separate rounding each, so the compiler fuses none of them ----
+
+#define OCTOFUSE_PAIRWISE(NAME, OP)                                \
+  template <DType kType>                                           \
+  __device__ inline uint32_t NAME(uint32_t a, uint32_t b) {        \
+    uint32_t d;                                                    \
+    if constexpr (kType == DType::kFloat16) {                      \
+      asm(OP ".rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));  \
+    } else {                                                       \
+      asm(OP ".rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); \
+    }                                                              \
+    return d;                                                      \
+  }
+OCTOFUSE_PAIRWISE(add_pairs, "add")
+OCTOFUSE_PAIRWISE(subtract_pairs, "sub")
+OCTOFUSE_PAIRWISE(multiply_pairs, "mul")
+#undef OCTOFUSE_PAIRWISE
+
+template <DType kType>
+__device__ inline uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  if constexpr (kType == DType::kFloat16) {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  }
+  return d;
+}
+
+__device__ constexpr uint32_t twice(uint16_t bits) { return bits * 0x10001U; }
+
+template <DType kType>
+__device__ inline uint32_t pair_of(float value) {
+  return twice(half_bits(value, kType));
+}
+
+// ---- uniform codes and sparse12 ----
+
+// What turns the codes of a warp's rows into weights. A code joined to the bits of 1024 (bf16: 128) is that number plus
+// the code, so that subtracting gives code - zero, exactly. bf16 has no room for 8 bits beside the 128: there codes go
+// through fp16, which is exact as well, and fp32.
+template <class Code, DType kType>
+class Levels {
+  static constexpr bool kThroughFp32 = kType == DType::kBFloat16 && (Code::kWidth == 8 || Code::kSparse);
+  static constexpr DType kIntegers = kThroughFp32 ? DType::kFloat16 : kType;
+  static constexpr bool kIsHalf = kIntegers == DType::kFloat16;
+  static constexpr int kMiddle =
+      Code::kSparse ? 128 : (Code::kTwiceMiddle + 1) / 2;                          // sparse: 128 more than twice them
+  static constexpr bool kHasHalf = !Code::kSparse && Code::kTwiceMiddle % 2 == 1;  // the middle is below that
+  uint32_t base_, addend_factor_ = 0;
+  uint32_t offset_[2], zero_[2], scale_[2], addend_[2];
+
+ public:
+  static constexpr uint32_t kBase = kIsHalf ? 0x64006400U : 0x43004300U;
+
+  // base: kBase, which the compiler must not know: then it stays in a register, and instructions that have room for one
+  // literal stay whole. Without zero points their middle stands for one.
+  __device__ Levels(uint32_t base, bool has_zeros) : base_(base) {
+    if (kHasHalf && !has_zeros) addend_factor_ = pair_of<kType>(0.5F);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      offset_[i] = kBase + twice(kMiddle);
+      zero_[i] = 0;
+    }
+  }
+
+  __device__ void set_zero(int row, uint8_t zero) {
+    if constexpr (kIsHalf) {
+      offset_[row] = base_ + twice(zero);
+    } else {  // 128 + zero may need 9 bits
+      offset_[row] = kBase;
+      zero_[row] = pair_of<kType>(zero);
+    }
+  }
+
+  __device__ void set_scale(int row, uint16_t scale) {
+    if constexpr (kThroughFp32) {
+      scale_[row] = __float_as_uint(half_of(scale, kType) * (Code::kSparse ? 0.5F : 1.0F));
+    } else {
+      scale_[row] = twice(scale);
+      if constexpr (Code::kSparse) scale_[row] = multiply_pairs<kType>(scale_[row], pair_of<kType>(0.5F));
+      addend_[row] = kHasHalf ? multiply_pairs<kType>(scale_[row], addend_factor_) : 0;
+    }
+  }
+
+  // Weights of bytes 0 and 2, then of 1 and 3.
+  __device__ void weights(int row, uint32_t codes, uint32_t& even, uint32_t& odd) const {
+    if constexpr (Code::kSparse) codes ^= 0x80808080U;
+    even = weight(row, __byte_perm(codes, base_, 0x7270));
+    odd = weight(row, __byte_perm(codes, base_, 0x7371));
+  }
+
+ private:
+  __device__ uint32_t weight(int row, uint32_t joined) const {
+    uint32_t level = subtract_pairs<kIntegers>(joined, offset_[row]);
+    if constexpr (!kIsHalf) level = subtract_pairs<kIntegers>(level, zero_[row]);
+    if constexpr (kThroughFp32) {
+      const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&level));
+      const float scale = __uint_as_float(scale_[row]);
+      const __nv_bfloat162 rounded = __floats2bfloat162_rn(__fmul_rn(both.x, scale), __fmul_rn(both.y, scale));
+      return *reinterpret_cast<const uint32_t*>(&rounded);
+    } else {
+      return kHasHalf ? fma_pairs<kType>(level, scale_[row], addend_[row]) : multiply_pairs<kType>(level, scale_[row]);
+    }
+  }
+};
+
+// ---- planes ----
+
+// Adds (kFirst: sets) a plane's +alpha or -alpha of a step, for rows lane / 4 and lane / 4 + 8; `word`: this lane's, of
+// the step's half of the chunk.
+template <DType kType, bool kFirst>
+__device__ inline void add_plane(uint32_t word, int step, const uint32_t (&minus_alpha)[2], uint32_t* a) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {  // register i of the step: a bit of every byte
+    const int bit = step % 2 * 4 + i;
+    const uint32_t alpha = minus_alpha[i % 2];
+    const uint32_t even = (word << (15 - bit) & 0x80008000U) ^ alpha;
+    const uint32_t odd = (bit < 7 ? word << (7 - bit) & 0x80008000U : word & 0x80008000U) ^ alpha;
+    uint32_t* const to = a + i / 2 * 4 + i % 2;
+    to[0] = kFirst ? even : add_pairs<kType>(to[0], even);
+    to[2] = kFirst ? odd : add_pairs<kType>(to[2], odd);
+  }
+}
+
+}  // namespace octofuse::lowbit
