@@ -108,20 +108,20 @@ def test_bfloat16_and_long_rows(kind: str, bits: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("uniform", 4), ("uniform", 3), ("planes", 2), ("sparse12", 7)])
-@pytest.mark.parametrize("k", [104, 1600, 12288])
-def test_a_token_keeps_its_bits(kind: str, bits: int, k: int) -> None:
-    """Whatever stands beside it, and again: up to 4 tokens, and from 5 to 256."""
-    weight = Weight(kind, bits, 128 if k > 128 else None, 200, k, False, torch.float16)
-    x = weight.tokens(256)
+@pytest.mark.parametrize(("n", "k", "most"), [(200, 104, 128), (200, 1600, 128), (200, 12288, 128), (4352, 1600, 256)])
+def test_a_token_keeps_its_bits(kind: str, bits: int, n: int, k: int, most: int) -> None:
+    """Whatever stands beside it, and again: up to 4 tokens, and from 5 to as many as the kernels take."""
+    weight = Weight(kind, bits, 128 if k > 128 else None, n, k, False, torch.float16)
+    x = weight.tokens(most)
     alone = torch.cat([weight.multiply(x[i : i + 1]) for i in range(8)])
     for m in (2, 3, 4):
         assert torch.equal(weight.multiply(x[:m]), alone[:m]), m
         assert torch.equal(weight.multiply(x[8 - m : 8]), alone[8 - m :]), m
     together = weight.multiply(x)
-    for m in (5, 8, 9, 16, 31, 64, 65, 128, 130):
+    for m in (5, 8, 9, 16, 31, 32, 33, 64, 65, most // 2 + 2, most - 1):
         assert torch.equal(weight.multiply(x[:m]), together[:m]), m
-        assert torch.equal(weight.multiply(x[256 - m :]), together[256 - m :]), m
-    assert torch.equal(weight.multiply(x.view(16, 16, k)).view(256, -1), together)
+        assert torch.equal(weight.multiply(x[most - m :]), together[most - m :]), m
+    assert torch.equal(weight.multiply(x.view(4, -1, k)).view(most, -1), together)
 
 
 @pytest.mark.parametrize("m", [1, 7, 20, 100])
