@@ -95,12 +95,30 @@ def test_doctor_for_people() -> None:
 
 
 @pytest.mark.slow
-def test_demo() -> None:
-    code, out, _ = call("demo", "--new-tokens", "8", "--evaluation-tokens", "2048", "--device", "cpu")
+def test_demo(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    few = ("--new-tokens", "8", "--evaluation-tokens", "2048", "--device", "cpu")
+    code, out, _ = call("demo", *few, "--plot", str(tmp_path / "demo.png"))
     assert code == 0
-    for row in ("perplexity", "weights, MB", "tokens/s", "first token, ms", "inter-token, ms", "transformers"):
-        assert row in out
-    assert out.count("def read_config(path):") == 4
+    for name in ("float32", "w8a8-static-tensor", "w8a8-dynamic", "w4a16-g128-zp-gptq", "bcq-q3-g128"):
+        row = next(line for line in out.splitlines() if line.startswith(name)).split()
+        assert len(row) == 8, row
+        assert all(float(value) > 0 for value in row[1:])
+    assert out.count("def read_config(path):") == 6
+    assert (tmp_path / "demo.png").stat().st_size > 5000
+    code, out, _ = call("demo", *few, "--schemes", "w8a16, sparse12-w7")
+    assert code == 0
+    assert out.count("def read_config(path):") == 3
+
+
+def test_demo_refuses(tmp_path) -> None:
+    for words, message in (
+        (["--schemes", "w9a16"], "scheme: "),
+        (["--plot", str(tmp_path / "x.gif")], "ends in .png or .svg"),
+    ):
+        code, _, err = call("demo", *words)
+        assert code == 1
+        assert message in err
 
 
 def test_layout_show(tmp_path) -> None:

@@ -27,12 +27,14 @@ def demo(
     device: Device = "auto",
     new_tokens: Annotated[int, typer.Option(min=2, help="tokens to generate")] = 48,
     evaluation_tokens: Annotated[int, typer.Option(min=512, help="held-out tokens for the perplexity")] = 24576,
+    schemes: Annotated[str | None, typer.Option(help="names as for quantize, by commas; default: five of them")] = None,
+    plot: Annotated[Path | None, typer.Option(help="a new picture, .png or .svg")] = None,
 ) -> None:
-    """Quantise the embedded GPT-2 three ways and compare it with the original: accuracy, size, speed, text."""
+    """Quantise the embedded GPT-2 some ways and compare it with the original: accuracy, size, speed, text."""
     from octofuse.cli.demo import run_demo
 
     with _plain_errors():
-        run_demo(console, device, new_tokens, evaluation_tokens)
+        run_demo(console, device, new_tokens, evaluation_tokens, schemes, plot)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,48 +16,77 @@ from octofuse.cli.common import (
     calibration_batches,
     encode,
     evaluation_tokens,
+    expect_picture,
     generate_text,
     load_float,
     measure_perplexity,
     pick_device,
+    picture,
 )
 from octofuse.generate import Generator
 from octofuse.models import measure_generation, quantize_, weight_bytes
-from octofuse.nn import Int8Linear
+from octofuse.nn import Int8Linear, PackedLinear
 from octofuse.quant import scheme_named
 
 PROMPT = "def read_config(path):\n    "
-# The recipe of the first published int8 GPT-2, and the two that this library recommends.
-SCHEMES = ("w8a8-static-tensor", "w8a8-static-mse-smooth", "w8a8-dynamic")
+COLUMNS = {  # and their heads: all of them fit 80 characters
+    "perplexity": "per-\nplexity",
+    "weights, MB": "all,\nMB",
+    "linears, MB": "linears,\nMB",
+    "tokens/s": "tokens\n/s",
+    "first token, ms": "first,\nms",
+    "inter-token, ms": "inter-\ntoken, ms",
+    "tokens/s, transformers": "transf.\ntokens/s",
+}
+# The recipe of the first published int8 GPT-2, the two that this library recommends, and two with fewer bits.
+SCHEMES = ("w8a8-static-tensor", "w8a8-static-mse-smooth", "w8a8-dynamic", "w4a16-g128-zp-gptq", "bcq-q3-g128")
 
 
-def run_demo(console: Console, device_name: str, new_tokens: int, max_tokens: int) -> None:
+def run_demo(
+    console: Console, device_name: str, new_tokens: int, max_tokens: int, schemes: str | None, plot: Path | None
+) -> None:
     began = time.perf_counter()
+    names = SCHEMES if schemes is None else tuple(name.strip() for name in schemes.split(","))
+    calibrated = {name: scheme_named(name).needs_calibration for name in names}
+    expect_picture(plot)
     device = pick_device(device_name)
     if not _C.build_info()["cuda"]:
         console.print("octofuse was built for the CPU only: no NVIDIA driver was found when it was installed.")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     model, tokenizer = load_float("embedded", device)
+    parameters = sum(p.numel() for p in model.parameters())
     tokens = evaluation_tokens(tokenizer)[:max_tokens]
-    columns = [_measure(str(model.dtype).removeprefix("torch."), model, tokenizer, tokens, new_tokens)]
-    for scheme in SCHEMES:
+    found = [_measure(str(model.dtype).removeprefix("torch."), model, tokenizer, tokens, new_tokens)]
+    for name in names:
         model, _ = load_float("embedded", device)
-        batches = calibration_batches(tokenizer, model) if scheme_named(scheme).needs_calibration else None
-        quantize_(model, scheme, batches)
-        columns.append(_measure(scheme, model, tokenizer, tokens, new_tokens))
+        quantize_(model, name, calibration_batches(tokenizer, model) if calibrated[name] else None)
+        found.append(_measure(name, model, tokenizer, tokens, new_tokens))
 
-    parameters = sum(p.numel() for p in load_float("embedded", torch.device("cpu"))[0].parameters())
     title = f"embedded GPT-2 ({parameters / 1e6:.1f}M parameters) on {where}, batch 1"
-    table = Table(title=title)
+    table = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("")
-    for column in columns:
-        table.add_column(column["name"], justify="right", overflow="fold")
-    for row in list(columns[0])[1:-1]:
-        table.add_row(row, *(column[row] for column in columns))
+    for head in COLUMNS.values():
+        table.add_column(head, justify="right")
+    for one in found:
+        table.add_row(one["name"], *(one[column] for column in COLUMNS))
     console.print(table)
-    for column in columns:
-        console.print(f"[bold]{column['name']}[/bold]\n{escape(column['text'])}\n", highlight=False)
+    for one in found:
+        console.print(f"[bold]{one['name']}[/bold]\n{escape(one['text'])}\n", highlight=False)
+    if plot is not None:
+        draw(found, plot)
+        console.print(f"{plot}: {len(found)} schemes", highlight=False, markup=False, soft_wrap=True)
     console.print(f"{time.perf_counter() - began:.0f} s in all; perplexity over {tokens.numel()} held-out tokens")
+
+
+def draw(found: list[dict[str, str]], path: Path) -> None:
+    """Perplexity against the linears' size, and what octofuse.generate makes of it. ImportError without matplotlib."""
+    with picture(path, (8, 5)) as axes:
+        for one in found:
+            label = f"{one['name']}: {one['tokens/s']} tokens/s"
+            axes.plot(float(one["linears, MB"]), float(one["perplexity"]), "o", label=label)
+        axes.set(xlabel="linears, MB", ylabel="perplexity")
+        axes.legend()
+        axes.grid(alpha=0.3)
 
 
 def _measure(name: str, model: Any, tokenizer: Any, tokens: torch.Tensor, new_tokens: int) -> dict[str, str]:
@@ -64,7 +94,8 @@ def _measure(name: str, model: Any, tokenizer: Any, tokens: torch.Tensor, new_to
     eager = measure_generation(model, prompt, new_tokens)
     generator = Generator(model)
     first, total = (_seconds(generator, prompt, count) for count in (1, new_tokens))
-    linears = [m for m in model.modules() if isinstance(m, Int8Linear) or type(m).__name__ == "Conv1D"]
+    kinds = (Int8Linear, PackedLinear)
+    linears = [m for m in model.modules() if isinstance(m, kinds) or type(m).__name__ == "Conv1D"]
     return {
         "name": name,
         "perplexity": f"{measure_perplexity(model, tokens, f'perplexity of {name}'):.3f}",
