@@ -5,7 +5,7 @@ columns share a power of two and become 16-bit integers, whose products with the
 fp32. That changes a value by at most 2^-14 of the largest of its 128, where fp16 itself rounds that one by up to 2^-12.
 Up to 256 tokens (128 where N is at most 4,224), compute capability 9.0: weights are rounded once to x's dtype and
 multiplied on its tensor cores. That needs rows of x, scales and zeros that start at multiples of 16 bytes: K and N
-multiples of 8, with zero points N of 16; N is free where a row is one group.
+multiples of 8, with zero points N of 16; N is free where a row is one group (of one plane).
 
 More tokens, fp32 activations, other chips, and groups other than 32, 64 and 128 times a power of two multiply a weight
 that is dequantised for the call; on the CPU all of it is torch.
