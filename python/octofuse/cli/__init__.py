@@ -56,11 +56,14 @@ def quantize(
         Path | None,
         typer.Option(help="text file for static and smoothed schemes, gptq, awq; default: a text that ships"),
     ] = None,
+    distill: Annotated[
+        int, typer.Option(min=0, help="steps that train the scales of weight-only schemes by the float model")
+    ] = 0,
     device: Device = "auto",
 ) -> None:
     """Quantise a model and write it, with its tokenizer, to a folder."""
     from octofuse.cli.common import calibration_batches, exceptions_of, load_float, pick_device
-    from octofuse.models import quantize_, save, weight_bytes
+    from octofuse.models import distill_, quantize_, save, weight_bytes
     from octofuse.quant import scheme_named
 
     with _plain_errors():
@@ -72,9 +75,12 @@ def quantize(
             raise FileExistsError(f"output: expected a new or empty folder, got {output}")
         loaded, tokenizer = load_float(model, where)
         before = weight_bytes(loaded)
-        calibrates = any(one.needs_calibration for one in needed)
+        calibrates = distill > 0 or any(one.needs_calibration for one in needed)
         batches = calibration_batches(tokenizer, loaded, calibration) if calibrates else None
         quantize_(loaded, chosen, batches, exceptions=others)
+        if distill > 0:
+            divergence = distill_(loaded, load_float(model, where)[0], batches or [], steps=distill)
+            console.print("KL divergence from the float model: {:.4f} -> {:.4f} nats a token".format(*divergence))
         save(loaded, output, tokenizer)
         console.print(f"{output}: {scheme}, {before / 1e6:.1f} MB -> {weight_bytes(loaded) / 1e6:.1f} MB of weights")
 

@@ -2,6 +2,7 @@
 
 from octofuse.models.checkpoint import load, save
 from octofuse.models.compare import Comparison, compare
+from octofuse.models.distill import distill_
 from octofuse.models.evaluate import GenerationSpeed, measure_generation, perplexity
 from octofuse.models.frontier import Mixture, frontier
 from octofuse.models.fused import fuse_, unfuse_
@@ -12,6 +13,7 @@ __all__ = [
     "GenerationSpeed",
     "Mixture",
     "compare",
+    "distill_",
     "frontier",
     "fuse_",
     "load",

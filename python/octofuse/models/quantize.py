@@ -73,7 +73,7 @@ def quantize_(
     # Built first and exchanged after, so that a failure half-way leaves the model whole.
     try:
         fold(producers, layers, scales)
-        names = _track(list(layers), f"quantising ({chosen.name})", progress)
+        names = tracked(list(layers), f"quantising ({chosen.name})", progress)
         built = {
             name: quantised_layer(layers[name], plan[name], amax=amax.get(name), moments=moments.pop(name, None))
             for name in names
@@ -151,7 +151,7 @@ def _calibrated(
         searches = any(s.smoothing in ("search", "awq") or s.clipping == "mse" for s in schemes)
         keeps = searches or (by_values and bool(producers))
         device = next(model.parameters()).device
-        shown = _track(calibration, "calibrating", progress)
+        shown = tracked(calibration, "calibrating", progress)
         batches = (batch.to(device) if isinstance(batch, Tensor) else batch for batch in shown)
         samples = SAMPLES if keeps else 0
         second = [name for name, own in plan.items() if not isinstance(own, Scheme) and own.method == "gptq"]
@@ -162,9 +162,9 @@ def _calibrated(
         model.train(was_training)
     for observer in observers.values():
         observer.result()  # names the first layer that saw nothing, NaN or Inf
-    shown = _track(list(producers), "finding scales", progress)
+    shown = tracked(list(producers), "finding scales", progress)
     scales = {name: scales_for(layers[name], observers[name], plan[name]) for name in shown}
-    names = _track([name for name in layers if plan[name].is_static], "finding ranges", progress)
+    names = tracked([name for name in layers if plan[name].is_static], "finding ranges", progress)
     ranges = {name: _range_of(layers[name], observers[name], scales.get(name), plan[name]) for name in names}
     return ranges, scales, {name: m for name in second if (m := observers[name].moments) is not None}
 
@@ -191,7 +191,7 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def _track(items: Iterable[Any], description: str, show: bool) -> Iterable[Any]:
+def tracked(items: Iterable[Any], description: str, show: bool) -> Iterable[Any]:
     if not show:
         return items
     from rich.console import Console

@@ -1,0 +1,169 @@
+"""distill_: scales of low-bit layers, trained until the model predicts what the float one does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import kl_div, linear, pad
+
+from octofuse.models.quantize import tracked
+from octofuse.nn import QUANTISED, BCQLinear, PackedLinear, Sparse12Linear, replace_module
+from octofuse.ops.lowbit import dequantize_lowbit
+
+
+class TrainedLinear(nn.Module):
+    """A packed layer whose weight is a differentiable function of its scales: sum over planes of scale * level."""
+
+    def __init__(self, layer: PackedLinear) -> None:
+        super().__init__()
+        self.layer = layer
+        planes = isinstance(layer, BCQLinear)
+        self.name = "alpha" if planes else "scale"
+        scale: Tensor = getattr(layer, self.name)
+        scale = scale if planes else scale.unsqueeze(1)  # [G, q, N]
+        self.first = scale.permute(1, 2, 0).float()  # [q, N, G]
+        self.levels = torch.stack([self._levels(scale, plane) for plane in range(scale.shape[1])])
+        self.factor = nn.Parameter(torch.ones_like(self.first))
+        if layer.bias is not None:
+            self.unit = float(layer.dequantized().float().square().mean().sqrt())  # a bias moves as far as weights do
+            self.shift = nn.Parameter(torch.zeros_like(layer.bias, dtype=torch.float32))
+
+    def _levels(self, scale: Tensor, plane: int) -> Tensor:
+        """What this plane's scales multiply, `[N, G, columns of a group]`: zeros behind the last column."""
+        layer = self.layer
+        ones = torch.zeros_like(scale)
+        ones[:, plane] = 1
+        kind = {BCQLinear: "planes", Sparse12Linear: "sparse12"}.get(type(layer), "uniform")
+        bits, group = 8 if kind == "sparse12" else layer.scheme.bits, layer.scheme.group
+        unit = ones if kind == "planes" else ones[:, 0].contiguous()
+        zero = getattr(layer, "zero", None)
+        levels = dequantize_lowbit(layer.packed, unit, zero, None, kind, bits, group, layer.in_features)
+        columns = layer.groups * (group or layer.in_features)
+        grouped: Tensor = pad(levels, (0, columns - layer.in_features)).unflatten(1, (layer.groups, -1))
+        return grouped
+
+    def bias(self) -> Tensor | None:
+        return None if self.layer.bias is None else self.layer.bias.float() + self.unit * self.shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias()
+        w = ((self.first * self.factor).unsqueeze(-1) * self.levels).sum(0).flatten(1)[:, : self.layer.in_features]
+        return linear(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @torch.no_grad()
+    def trained(self) -> dict[str, Tensor]:
+        """The layer's buffers with what was learnt."""
+        before: Tensor = getattr(self.layer, self.name)
+        scale = (self.first * self.factor).permute(2, 0, 1).to(before.dtype)
+        found = {self.name: scale.reshape(before.shape).contiguous()}
+        bias = self.bias()
+        return found if bias is None else found | {"bias": bias.to(before.dtype)}
+
+
+def distill_(
+    model: nn.Module,
+    teacher: nn.Module,
+    batches: Iterable[Tensor],
+    *,
+    steps: int = 100,
+    lr: float = 2e-3,
+    progress: bool = True,
+) -> tuple[float, float]:
+    """Train scales and biases of the model's packed layers, in place, by the float model's own predictions.
+
+    Codes stay as they are, and so do the sizes. Adam on the KL divergence of the two models' token probabilities, with a
+    learning rate that falls to zero as a cosine. It takes a linear's weight in fp32 for every plane, and activations.
+
+    Args:
+        model: quantised by `quantize_` with schemes such as "bcq-q2-g128"; its other layers in floating point.
+        teacher: the float model, on the same device.
+        batches: input ids `[B, T]`, int64; one a step, over and over.
+        steps, lr: how many steps; how far the first ones move a scale, relative to itself, and a bias, relative to weights.
+        progress: show a bar.
+
+    Returns:
+        The mean KL divergence over all batches, in nats a token, before and after. Where that is not lower, or a loss is
+        not finite, or anything fails, the model is as it was.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    others = {type(m).__name__ for m in model.modules() if isinstance(m, QUANTISED) and not isinstance(m, PackedLinear)}
+    if not layers or others:
+        found = ", ".join(sorted(others)) or "none"
+        raise ValueError(f"model: expected packed layers and no other quantised ones, got {found}")
+    if any(isinstance(module, QUANTISED) for module in teacher.modules()):
+        raise ValueError("teacher: expected the float model, got a quantised one")
+    ids = list(batches)
+    if not ids:
+        raise ValueError("batches: expected at least one, got none")
+    if steps < 1 or lr <= 0:
+        raise ValueError(f"steps, lr: expected at least 1 and more than 0, got {steps} and {lr}")
+    before = _mean_divergence(model, teacher, ids)
+    learnt = _train(model, teacher, layers, ids, steps, lr, progress)
+    old = {name: {key: getattr(layers[name], key) for key in learnt[name]} for name in layers}
+    _assign(layers, learnt)
+    after = _mean_divergence(model, teacher, ids)
+    if after < before:
+        return before, after
+    _assign(layers, old)
+    return before, before
+
+
+def _train(
+    model: nn.Module,
+    teacher: nn.Module,
+    layers: dict[str, PackedLinear],
+    ids: list[Tensor],
+    steps: int,
+    lr: float,
+    progress: bool,
+) -> dict[str, dict[str, Tensor]]:
+    """What was learnt for each layer; the model itself is only borrowed."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    training = model.training
+    built = {name: TrainedLinear(layer) for name, layer in layers.items()}
+    try:
+        model.requires_grad_(False).eval()
+        for name, trained in built.items():
+            replace_module(model, name, trained)
+        optimizer = torch.optim.Adam([p for trained in built.values() for p in trained.parameters()], lr=lr)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        for step in tracked(range(steps), "distilling", progress):
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                loss = _divergence(model, teacher, ids[step % len(ids)])
+                if not torch.isfinite(loss):
+                    break  # what was learnt is judged afterwards
+                loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+        return {name: trained.trained() for name, trained in built.items()}
+    finally:
+        for name, layer in layers.items():
+            replace_module(model, name, layer)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+        model.train(training)
+
+
+def _assign(layers: dict[str, PackedLinear], buffers: dict[str, dict[str, Tensor]]) -> None:
+    for name, layer in layers.items():
+        for key, value in buffers[name].items():
+            setattr(layer, key, value)
+
+
+def _divergence(model: nn.Module, teacher: nn.Module, ids: Tensor) -> Tensor:
+    """The sum over a batch's tokens: gradients of a mean would leave fp16."""
+    with torch.no_grad():
+        want = teacher(ids).logits.float().log_softmax(-1)
+    return kl_div(model(ids).logits.float().log_softmax(-1), want, reduction="sum", log_target=True)
+
+
+@torch.no_grad()
+def _mean_divergence(model: nn.Module, teacher: nn.Module, ids: list[Tensor]) -> float:
+    total = sum(float(_divergence(model, teacher, batch)) for batch in ids)
+    return total / sum(batch.numel() for batch in ids)
