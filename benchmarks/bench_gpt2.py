@@ -23,6 +23,8 @@ from octofuse.testing.timing import energy
 
 PROMPT = [15496, 11, 314, 1101, 257, 3303, 2746, 11]
 NEW_TOKENS = 30
+BATCH, BATCH_TOKENS = 32, 128
+PREFILL = (8, 1024)
 SIZES = {
     "124M": {"n_embd": 768, "n_layer": 12, "n_head": 12},
     "XL": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
@@ -67,8 +69,8 @@ def median_seconds(call: Callable[[], Any], device: torch.device, repeats: int) 
     return statistics.median(times)
 
 
-def transformers_call(model: nn.Module, device: torch.device, compiled: bool) -> Callable[[int], Any]:
-    ids = torch.tensor([PROMPT], device=device)
+def transformers_call(model: nn.Module, device: torch.device, compiled: bool, batch: int = 1) -> Callable[[int], Any]:
+    ids = torch.tensor([PROMPT] * batch, device=device)
     mask = torch.ones_like(ids)
     options: dict[str, Any] = {"cache_implementation": "static"} if compiled else {}
 
@@ -136,18 +138,23 @@ def sweep(generators: dict[str, Generator], size: str, points: list[tuple[int, i
     return rows
 
 
-def batch_row(generators: dict[str, Generator], size: str, batch: int, count: int) -> dict[str, Any]:
-    """tokens/s of a whole call: `batch` prompts, `count` new tokens each."""
-    row: dict[str, Any] = {"model": size, "batch": batch, "new tokens": count}
+def batch_row(generators: dict[str, Generator], size: str) -> dict[str, Any]:
+    """tokens/s of a whole call: BATCH prompts, BATCH_TOKENS new ones each."""
+    row: dict[str, Any] = {"model": size, "batch": BATCH, "new tokens": BATCH_TOKENS}
     for name, generator in generators.items():
-        prompts = [PROMPT] * batch
-        generator(prompts, count)
-        row[name] = batch * count / median_seconds(lambda g=generator, p=prompts: g(p, count), torch.device("cuda"), 3)
+        call = lambda g=generator: g([PROMPT] * BATCH, BATCH_TOKENS)  # noqa: E731
+        row[name] = batch_speed(call, generator.decoder.device)
     return row
 
 
-def prefill_row(generators: dict[str, Generator], size: str, batch: int, length: int) -> dict[str, Any]:
-    """Milliseconds for `batch` prompts of `length` tokens."""
+def batch_speed(call: Callable[[], Any], device: torch.device) -> float:
+    call()
+    return BATCH * BATCH_TOKENS / median_seconds(call, device, 3)
+
+
+def prefill_row(generators: dict[str, Generator], size: str) -> dict[str, Any]:
+    """Milliseconds for PREFILL = prompts, tokens of each."""
+    batch, length = PREFILL
     row: dict[str, Any] = {"model": size, "batch": batch, "tokens": length}
     for name, generator in generators.items():
         decoder = generator.decoder
@@ -158,6 +165,19 @@ def prefill_row(generators: dict[str, Generator], size: str, batch: int, length:
         call = lambda d=decoder, i=ids, n=lengths, c=cache: d.prefill(i, n, c)  # noqa: E731
         row[f"{name} ms"] = median_seconds(call, decoder.device, 5) * 1e3
     return row
+
+
+def transformers_columns(model: nn.Module, device: torch.device, compiled: bool) -> dict[str, dict[str, Any]]:
+    """What transformers adds to the rows of batches and prompts. Its compiled mode leaves a prompt as it is."""
+    modes = {"transformers eager": False} | ({"transformers compiled": True} if compiled else {})
+    batches = {}
+    for name, mode in modes.items():
+        call = transformers_call(model, device, mode, BATCH)
+        batches[name] = batch_speed(lambda c=call: c(BATCH_TOKENS), device)
+    ids = torch.randint(0, model.config.vocab_size, PREFILL, device=device)  # type: ignore[union-attr,arg-type]
+    prefill = lambda: model(ids, use_cache=True, logits_to_keep=1)  # noqa: E731
+    prefill()
+    return {"batches": batches, "prefill": {"transformers eager ms": median_seconds(prefill, device, 5) * 1e3}}
 
 
 def budget(generator: Generator, size: str, engine: str, context: int = 38) -> list[dict[str, Any]]:
@@ -194,7 +214,10 @@ def linear_bytes(model: nn.Module) -> int:
     return sum(weight_bytes(layer) for name, layer in model.named_modules() if name.endswith(gpt2.LINEARS))
 
 
-def octofuse_rows(size: str, device: torch.device, smoke: bool, result: dict[str, Any]) -> None:
+def octofuse_rows(
+    size: str, device: torch.device, others: dict[str, dict[str, Any]] | None, result: dict[str, Any]
+) -> None:
+    """others: columns that belong into the rows of batches and prompts; None: no such rows."""
     generators: dict[str, Generator] = {}
     for engine in ENGINES:
         model = build(size, engine, device)
@@ -202,14 +225,14 @@ def octofuse_rows(size: str, device: torch.device, smoke: bool, result: dict[str
         generators[engine] = Generator(model)
         call = lambda count, g=generators[engine]: g([PROMPT], count)  # noqa: E731
         result["study"].append(study_row(size, engine, call, device))
-    if device.type != "cuda" or smoke:
+    if others is None:
         return
     sweeps = {name.removeprefix("octofuse "): g for name, g in generators.items() if "head" not in name}
     batches = [(batch, 128) for batch in (1, 2, 4, 8, 16, 32, 64)]
     contexts = [(1, context) for context in (32, 64, 256, 512, 1024)]
     result["steps"] += sweep(sweeps, size, batches + contexts)
-    result["batches"].append(batch_row(sweeps, size, 32, 128))
-    result["prefill"].append(prefill_row(sweeps, size, 8, 1024))
+    result["batches"].append(batch_row(sweeps, size) | others["batches"])
+    result["prefill"].append(prefill_row(sweeps, size) | others["prefill"])
     for engine in ("octofuse fp16", "octofuse int8 static"):
         result["budget"] += budget(generators[engine], size, engine)
 
@@ -229,6 +252,8 @@ def run(smoke: bool) -> dict[str, Any]:
         if size in compiled and device.type == "cuda":
             call = transformers_call(model, device, compiled=True)
             result["study"].append(study_row(size, "transformers compiled", call, device))
+        swept = device.type == "cuda" and not smoke
+        others = transformers_columns(model, device, size in compiled) if swept else None
         del model, call
-        octofuse_rows(size, device, smoke, result)
+        octofuse_rows(size, device, others, result)
     return result
