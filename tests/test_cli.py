@@ -78,6 +78,20 @@ def test_mistakes_end_in_one_line(words, message: str, tmp_path, checkpoint: str
     assert not (tmp_path / "q").exists()
 
 
+def test_quantise_and_distill(tmp_path) -> None:
+    text = tmp_path / "text"
+    text.write_text("def f(x):\n    return x + 1\n" * 200)
+    few = ("--calibration", str(text), "--distill", "2", "--device", "cpu")
+    code, out, err = call("quantize", "embedded", "-o", str(tmp_path / "q"), "--scheme", "w2a16-g128", *few)
+    assert code == 0, err
+    assert "KL divergence from the float model: " in out
+    assert (tmp_path / "q" / "config.json").is_file()
+    code, _, err = call("quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "w8a8-dynamic", *few)
+    assert code == 1
+    assert "distill: expected weight-only schemes" in err
+    assert not (tmp_path / "r").exists()
+
+
 def test_doctor_json() -> None:
     code, out, _ = call("doctor", "--json")
     report = json.loads(out)

@@ -64,12 +64,14 @@ def quantize(
     """Quantise a model and write it, with its tokenizer, to a folder."""
     from octofuse.cli.common import calibration_batches, exceptions_of, load_float, pick_device
     from octofuse.models import distill_, quantize_, save, weight_bytes
-    from octofuse.quant import scheme_named
+    from octofuse.quant import WeightOnly, scheme_named
 
     with _plain_errors():
         chosen = scheme_named(scheme)
         others = exceptions_of(exceptions or [])
         needed = [chosen, *(scheme_named(other) for other in others.values() if other is not None)]
+        if distill > 0 and not all(isinstance(one, WeightOnly) for one in needed):
+            raise ValueError("distill: expected weight-only schemes, such as bcq-q2-g128; int8 has no gradient")
         where = pick_device(device)
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise FileExistsError(f"output: expected a new or empty folder, got {output}")

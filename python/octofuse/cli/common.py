@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -133,17 +134,20 @@ def window_of(model: nn.Module) -> int:
 
 
 def expect_picture(plot: Path | None) -> None:
-    if plot is not None and plot.suffix not in (".png", ".svg"):
+    """Before the work whose result it shows: ValueError for another kind of file, ImportError without matplotlib."""
+    if plot is None:
+        return
+    if plot.suffix not in (".png", ".svg"):
         raise ValueError(f"plot: expected a name that ends in .png or .svg, got {plot.name!r}")
+    if find_spec("matplotlib") is None:
+        raise ImportError("drawing needs matplotlib: pip install 'octofuse[plots]'")
 
 
 @contextmanager
 def picture(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """matplotlib's axes of one figure, which is written at the end. ImportError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError("drawing needs matplotlib: pip install 'octofuse[plots]'") from None
+    """matplotlib's axes of one figure, which is written at the end; the path is one that expect_picture took."""
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -79,7 +79,7 @@ def run_demo(
 
 
 def draw(found: list[dict[str, str]], path: Path) -> None:
-    """Perplexity against the linears' size, and what octofuse.generate makes of it. ImportError without matplotlib."""
+    """Perplexity against the linears' size, and what octofuse.generate makes of it."""
     with picture(path, (8, 5)) as axes:
         for one in found:
             label = f"{one['name']}: {one['tokens/s']} tokens/s"

@@ -93,7 +93,7 @@ def _kind(name: str) -> str:
 
 
 def draw(found: Comparison, path: Path) -> None:
-    """A bar for each layer. ImportError without matplotlib."""
+    """A bar for each layer."""
     finite = {name: value for name, value in found.sqnr.items() if math.isfinite(value)}
     low = below_their_kind(found.sqnr)
     colors = ["tab:red" if name in low else "tab:blue" for name in finite]

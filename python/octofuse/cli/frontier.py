@@ -58,7 +58,7 @@ def run_frontier(
 
 
 def draw(found: list[Mixture], path: Path) -> None:
-    """Perplexity against size. ImportError without matplotlib."""
+    """Perplexity against size."""
     best = [one for one in found if one.on_frontier]
     with picture(path, (9, 5.5)) as axes:
         axes.plot([one.bytes / 1e6 for one in found], [one.perplexity for one in found], ".", color="grey")

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div, linear, pad
 
 from octofuse.models.quantize import tracked
-from octofuse.nn import QUANTISED, BCQLinear, PackedLinear, Sparse12Linear, replace_module
-from octofuse.ops.lowbit import dequantize_lowbit
+from octofuse.nn import QUANTISED, PackedLinear, replace_module
 
 
 class TrainedLinear(nn.Module):
@@ -19,28 +18,22 @@ class TrainedLinear(nn.Module):
     def __init__(self, layer: PackedLinear) -> None:
         super().__init__()
         self.layer = layer
-        planes = isinstance(layer, BCQLinear)
-        self.name = "alpha" if planes else "scale"
-        scale: Tensor = getattr(layer, self.name)
-        scale = scale if planes else scale.unsqueeze(1)  # [G, q, N]
-        self.first = scale.permute(1, 2, 0).float()  # [q, N, G]
-        self.levels = torch.stack([self._levels(scale, plane) for plane in range(scale.shape[1])])
+        scales: Tensor = getattr(layer, layer.scales)
+        of_planes = scales if scales.dim() == 3 else scales.unsqueeze(1)  # [G, q, N]
+        self.first = of_planes.permute(1, 2, 0).float()  # [q, N, G]
+        self.levels = torch.stack([self._levels(of_planes, plane) for plane in range(of_planes.shape[1])])
         self.factor = nn.Parameter(torch.ones_like(self.first))
         if layer.bias is not None:
             self.unit = float(layer.dequantized().float().square().mean().sqrt())  # a bias moves as far as weights do
             self.shift = nn.Parameter(torch.zeros_like(layer.bias, dtype=torch.float32))
 
-    def _levels(self, scale: Tensor, plane: int) -> Tensor:
+    def _levels(self, of_planes: Tensor, plane: int) -> Tensor:
         """What this plane's scales multiply, `[N, G, columns of a group]`: zeros behind the last column."""
         layer = self.layer
-        ones = torch.zeros_like(scale)
+        ones = torch.zeros_like(of_planes)
         ones[:, plane] = 1
-        kind = {BCQLinear: "planes", Sparse12Linear: "sparse12"}.get(type(layer), "uniform")
-        bits, group = 8 if kind == "sparse12" else layer.scheme.bits, layer.scheme.group
-        unit = ones if kind == "planes" else ones[:, 0].contiguous()
-        zero = getattr(layer, "zero", None)
-        levels = dequantize_lowbit(layer.packed, unit, zero, None, kind, bits, group, layer.in_features)
-        columns = layer.groups * (group or layer.in_features)
+        levels = layer.dequantized(ones.reshape(getattr(layer, layer.scales).shape))
+        columns = layer.groups * (layer.scheme.group or layer.in_features)
         grouped: Tensor = pad(levels, (0, columns - layer.in_features)).unflatten(1, (layer.groups, -1))
         return grouped
 
@@ -55,9 +48,9 @@ class TrainedLinear(nn.Module):
     @torch.no_grad()
     def trained(self) -> dict[str, Tensor]:
         """The layer's buffers with what was learnt."""
-        before: Tensor = getattr(self.layer, self.name)
+        before: Tensor = getattr(self.layer, self.layer.scales)
         scale = (self.first * self.factor).permute(2, 0, 1).to(before.dtype)
-        found = {self.name: scale.reshape(before.shape).contiguous()}
+        found = {self.layer.scales: scale.reshape(before.shape).contiguous()}
         bias = self.bias()
         return found if bias is None else found | {"bias": bias.to(before.dtype)}
 

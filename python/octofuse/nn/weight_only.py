@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ class PackedLinear(nn.Module):
 
     packed: Tensor
     bias: Tensor | None
+    scales: ClassVar[str] = "scale"  # the buffer, `[G, N]` or `[G, planes, N]`, that the weight is linear in
 
     def __init__(
         self,
@@ -64,8 +66,8 @@ class PackedLinear(nn.Module):
         """Fill the buffers, bias apart, from a weight `[N, K]`."""
 
     @abstractmethod
-    def dequantized(self) -> Tensor:
-        """The weight, `[N, K]`."""
+    def dequantized(self, scales: Tensor | None = None) -> Tensor:
+        """The weight, `[N, K]`; with other scales than the layer's own where they are given."""
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, scheme={self.scheme.name}"
@@ -99,8 +101,8 @@ class WeightOnlyLinear(PackedLinear):
         self.packed, self.scale = pack(found.codes, scheme.bits), found.scale.t().contiguous()
         self.zero = None if found.zero is None else found.zero.t().contiguous()
 
-    def dequantized(self) -> Tensor:
-        of_groups = (self.packed, self.scale, self.zero, None)
+    def dequantized(self, scales: Tensor | None = None) -> Tensor:
+        of_groups = (self.packed, self.scale if scales is None else scales, self.zero, None)
         return dequantize_lowbit(*of_groups, "uniform", self.scheme.bits, self.scheme.group, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,6 +118,7 @@ class BCQLinear(PackedLinear):
     """
 
     alpha: Tensor
+    scales = "alpha"
 
     def _register(self, dtype: torch.dtype, device: torch.device | str | None) -> None:
         shape = (self.groups, self.scheme.bits, self.out_features)
@@ -126,8 +129,8 @@ class BCQLinear(PackedLinear):
         self.packed = pack(found.codes, self.scheme.bits, planes=True)
         self.alpha = found.alpha.permute(1, 2, 0).contiguous()
 
-    def dequantized(self) -> Tensor:
-        of_groups = (self.packed, self.alpha, None, None)
+    def dequantized(self, scales: Tensor | None = None) -> Tensor:
+        of_groups = (self.packed, self.alpha if scales is None else scales, None, None)
         return dequantize_lowbit(*of_groups, "planes", self.scheme.bits, self.scheme.group, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,8 +153,8 @@ class Sparse12Linear(PackedLinear):
         found = sparse.sparse12(w, self.scheme.group)
         self.packed, self.scale = pack_pairs(found.codes), found.scale.t().contiguous()
 
-    def dequantized(self) -> Tensor:
-        of_groups = (self.packed, self.scale, None, None)
+    def dequantized(self, scales: Tensor | None = None) -> Tensor:
+        of_groups = (self.packed, self.scale if scales is None else scales, None, None)
         return dequantize_lowbit(*of_groups, "sparse12", 8, self.scheme.group, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ def scheme_named(name: str | AnyScheme) -> AnyScheme:
     if base not in SCHEMES or alpha is None:
         raise ValueError(
             f"scheme: expected one of {', '.join(SCHEMES)}, each also with -smooth, -smooth<alpha in 0 to 1> or "
-            f"-smooth-search (and -values behind those), w<bits>a16[-g<group>][-zp][-mse or -gptq], "
+            f"-smooth-search (and -values behind those), w<bits>a16[-g<group>][-zp][-mse, -gptq or -awq], "
             f"bcq-q<bits>[-g<group>] or sparse12-w7[-g<group>], got {name!r}"
         )
     return replace(SCHEMES[base], smoothing=alpha, smooth_values=values) if smooth else SCHEMES[base]
