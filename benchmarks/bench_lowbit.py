@@ -1,7 +1,7 @@
 """Linears with weights of 1 to 8 bits beside fp16 F.linear and torch's own 4-bit kernel: device time and memory.
 
 Square shapes and those of a GPT-3 175B layer, fp16 activations, groups of 128 unless said, every kernel behind the one
-before it (but for the column that says chained), over rotating weights larger than L2.
+before it (but for the columns that say chained), over rotating weights larger than L2. w4a8 and w8a8: int8 activations.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
+from octofuse.ops.quantize import quantize_per_token
 from octofuse.quant.packing import packed_rows, packed_words
 from octofuse.testing.timing import Captured, device_times, energy, overlap
 
@@ -33,7 +34,9 @@ def copies(weight_bytes: int) -> int:
     return max(2, min(48, L2_BYTES // weight_bytes))
 
 
-def lowbit_calls(kind: str, bits: int, m: int, n: int, k: int, group: int | None = 128) -> tuple[list[Call], int]:
+def lowbit_calls(
+    kind: str, bits: int, m: int, n: int, k: int, group: int | None = 128, int8: bool = False
+) -> tuple[list[Call], int]:
     """Calls over as many weights as exceed L2, and the bytes of one weight. Codes are random: they cost what others do."""
     shape = (packed_rows(n), packed_words(4 if kind == "sparse12" else bits, k))
     groups = 1 if group is None else -(-k // group)
@@ -44,14 +47,15 @@ def lowbit_calls(kind: str, bits: int, m: int, n: int, k: int, group: int | None
         x = torch.randn(m, k, device="cuda").half()
         packed = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device="cuda")
         scale = torch.rand(scales, device="cuda").half()
+        more: dict[str, Any] = {"group": group, "constant_weight": True}
+        if int8:
+            x, more["x_scale"] = quantize_per_token(x)
         if kind == "planes":
-            calls.append(lambda x=x, p=packed, s=scale: bcq_linear(x, p, s, group=group, constant_weight=True))
+            calls.append(lambda x=x, p=packed, s=scale, more=more: bcq_linear(x, p, s, **more))
         elif kind == "sparse12":
-            calls.append(lambda x=x, p=packed, s=scale: sparse12_linear(x, p, s, group=group, constant_weight=True))
+            calls.append(lambda x=x, p=packed, s=scale, more=more: sparse12_linear(x, p, s, **more))
         else:
-            calls.append(
-                lambda x=x, p=packed, s=scale: woq_linear(x, p, s, bits=bits, group=group, constant_weight=True)
-            )
+            calls.append(lambda x=x, p=packed, s=scale, more=more: woq_linear(x, p, s, bits=bits, **more))
     return calls, packed.numel() * 4 + scale.numel() * 2
 
 
@@ -86,7 +90,8 @@ def gemlite_calls(m: int, n: int, k: int) -> list[Call] | None:
     return [lambda f=f: f(x) for f in layers]
 
 
-CHAINED = "w4a16, chained"  # each kernel may start while the one before it runs, as it does in octofuse.generate
+CHAINED = ", chained"  # each kernel may start while the one before it runs, as it does in octofuse.generate
+INT8 = {"w8a8": 8, "w4a8": 4}
 
 
 def times_of(columns: dict[str, list[Call] | None], repeats: int = 15) -> dict[str, float]:
@@ -94,7 +99,7 @@ def times_of(columns: dict[str, list[Call] | None], repeats: int = 15) -> dict[s
     for name, calls in columns.items():
         if calls is None:
             continue
-        with overlap(name == CHAINED):
+        with overlap(name.endswith(CHAINED)):
             graphs[name] = Captured(calls)
     return {name: round(value, 2) for name, value in device_times(graphs, repeats=repeats).items()}
 
@@ -107,8 +112,10 @@ def one_token(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
         megabytes = {}
         for name, kind, bits in KINDS:
             columns[name], size = lowbit_calls(kind, bits, 1, n, n)
+            columns[name + CHAINED] = columns[name]
             megabytes[name] = round(size / 1e6, 2)
-        columns[CHAINED] = columns["w4a16"]
+        for name, bits in INT8.items():
+            columns[name] = lowbit_calls("uniform", bits, 1, n, n, int8=True)[0]
         rows.append({"N = K": n, **times_of(columns), "MB": {"fp16": round(n * n * 2 / 1e6, 2), **megabytes}})
         del columns
         torch.cuda.empty_cache()
@@ -125,7 +132,8 @@ def several_tokens(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
             }
             for name, kind, bits in (KINDS[0], KINDS[3], KINDS[8]):
                 columns[name] = lowbit_calls(kind, bits, m, n, n)[0]
-            columns[CHAINED] = columns["w4a16"]
+            columns["w4a16" + CHAINED] = columns["w4a16"]
+            columns["w4a8"] = lowbit_calls("uniform", 4, m, n, n, int8=True)[0]
             rows.append({"M": m, "N = K": n, **times_of(columns, 9)})
             del columns
             torch.cuda.empty_cache()

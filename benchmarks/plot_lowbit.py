@@ -25,9 +25,21 @@ def main() -> None:
         for prefix, marker in (("w", "o-"), ("bcq", "s--")):
             names = [name for name in megabytes if name.startswith(prefix)]
             ratios = [megabytes["fp16"] / megabytes[name] for name in names]
-            left.plot(ratios, [row[name] for name in names], marker, label=f"{prefix}, {size} squared", markersize=4)
+            left.plot(
+                ratios,
+                [row[f"{name}, chained"] for name in names],
+                marker,
+                label=f"{prefix}, {size} squared",
+                markersize=4,
+            )
         left.axhline(row["fp16 F.linear"], color="grey", linewidth=0.7)
-    left.set(xlabel="compression against fp16", ylabel="us", xscale="log", yscale="log", title="one token (grey: fp16)")
+    left.set(
+        xlabel="compression against fp16",
+        ylabel="us",
+        xscale="log",
+        yscale="log",
+        title="one token, chained (grey: fp16)",
+    )
     left.legend(fontsize=7)
     rows = [row for row in record["several tokens"] if row["N = K"] == 4096]
     for name in ("fp16 F.linear", "tinygemm", "w8a16", "w4a16", "bcq-q3"):

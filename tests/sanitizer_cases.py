@@ -186,7 +186,7 @@ def lowbit_cases() -> int:
         _C.lowbit_dequantize(packed, scale, zero, kind, bits, group, k)
         for m in (1, 3, 7, 20, 40, 150):
             x = weight.tokens(m)
-            arguments = (x.cuda(), packed, scale, zero, bias, kind, bits, group, None, None, True)
+            arguments = (x.cuda(), None, packed, scale, zero, bias, kind, bits, group, None, None, True)
             got = _C.lowbit_linear(*arguments)
             if got is None:  # rows that no kernel for so many tokens reads
                 continue
@@ -194,6 +194,9 @@ def lowbit_cases() -> int:
             want = x.double() @ weight.exact.t() + weight.bias.double()
             assert (got.double() - want).abs().max() <= 2e-3 * want.abs().max(), (kind, bits, n, k, group, m)
             count += 1
+            if m < 5:
+                _C.lowbit_linear(x.char().cuda(), torch.ones(m).cuda(), *arguments[2:])
+                count += 1
     return count
 
 

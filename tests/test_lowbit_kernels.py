@@ -140,6 +140,24 @@ def test_epilogues(m: int) -> None:
     assert torch.equal(strided, weight.multiply(x, residual=wide[:, 3:133].contiguous(), bias=None))
 
 
+@pytest.mark.parametrize(("kind", "bits", "zeros"), [*KINDS[2:8:2], KINDS[9], KINDS[14], *KINDS[-8:-5], KINDS[-1]])
+@pytest.mark.parametrize("group", [None, 64, 128])
+def test_int8_tokens(kind: str, bits: int, zeros: bool, group: int | None) -> None:
+    """Up to 4 exact but for sums and rounding, alone or not; more as fp16 numbers."""
+    for n, k in ((33, 100), (130, 1600), (4352, 256)):
+        weight = Weight(kind, bits, group, n, k, zeros, torch.float16)
+        wide = torch.randint(-128, 128, (20, k + 48), device="cuda", dtype=torch.int8)
+        scale = torch.rand(20, device="cuda") * 0.01 + 0.001
+        for x in (wide[:, :k], wide[:, 16 : 16 + k], wide[:, 3 : 3 + k]):
+            want = linear(x.double() * scale.double().unsqueeze(1), weight.exact, weight.bias.double())
+            alone = torch.cat([weight.multiply(x[i : i + 1], x_scale=scale[i : i + 1]) for i in range(4)])
+            assert ((alone.double() - want[:4]).abs() <= 2.0**-10 * want[:4].abs() + 2.0**-10).all()
+            for m in (2, 3, 4):
+                assert torch.equal(weight.multiply(x[:m], x_scale=scale[:m]), alone[:m]), m
+            many = weight.multiply(x, x_scale=scale)
+            assert (many.double() - want).abs().max() <= 2.0**-9 * want.abs().max()
+
+
 @pytest.mark.parametrize("m", [1, 8, 30])
 def test_views_of_tokens(m: int) -> None:
     """Rows that start anywhere, further apart than they are long."""

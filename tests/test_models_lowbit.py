@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from helpers import DEVICES
+from octofuse import quantize_per_token
 from octofuse.generate import Generator
 from octofuse.models import compare, load, quantize_, save, weight_bytes
 from octofuse.nn import BCQLinear, PackedLinear, WeightOnlyLinear, quantised_layer
-from octofuse.ops.lowbit import bcq_linear, woq_linear
+from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
 from octofuse.quant import WeightOnly, scheme_named
 from test_generate import PROMPTS, by_transformers
 from test_models import ids, small_gpt2
@@ -82,12 +83,32 @@ def test_epilogues(device: str, name: str) -> None:
         run(None, residual[1:])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["w4a16-g32-zp", "w3a16", "bcq-q2-g64", "sparse12-w7"])
+def test_int8_activations(device: str, name: str) -> None:
+    """As the same numbers in floating point would be multiplied."""
+    layer, _ = layer_of(name, 40, 96, torch.float32, device)
+    q, scale = quantize_per_token(torch.randn(2, 3, 96, device=device))
+    more = {"group": layer.scheme.group, "x_scale": scale, "activation": "relu"}
+    if isinstance(layer, BCQLinear):
+        got = bcq_linear(q, layer.packed, layer.alpha, None, layer.bias, **more)
+    elif isinstance(layer, WeightOnlyLinear):
+        got = woq_linear(q, layer.packed, layer.scale, layer.zero, layer.bias, bits=layer.scheme.bits, **more)
+    else:
+        got = sparse12_linear(q, layer.packed, layer.scale, layer.bias, **more)
+    x = (q.flatten(0, 1).double() * scale.double()).view(2, 3, 96)
+    want = linear(x, layer.dequantized().double(), layer.bias.double()).relu()
+    assert got.shape == (2, 3, 40)
+    assert got.dtype == torch.float32
+    assert torch.allclose(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
 def test_wrong_operands_are_refused_by_name() -> None:
     layer, _ = layer_of("w4a16-g32-zp", 40, 96, torch.float32, "cpu")
     assert isinstance(layer, WeightOnlyLinear)
     x, packed, scale, zero = torch.randn(2, 96), layer.packed, layer.scale, layer.zero
     cases = (
-        (TypeError, "x: expected dtype float16 or bfloat16 or float32, got int32", {"x": x.int()}),
+        (TypeError, "x: expected dtype float16 or bfloat16 or float32 or int8, got int32", {"x": x.int()}),
         (
             ValueError,
             r"scale: expected a contiguous tensor of shape \[2, 40\], got \[3, 40\]",
@@ -102,6 +123,18 @@ def test_wrong_operands_are_refused_by_name() -> None:
         (TypeError, "zero: expected dtype uint8, got float32", {"zero": zero.float()}),
         (ValueError, r"zero: expected a contiguous tensor of shape \[3, 40\], got \[2, 40\]", {"zero": zero[1:]}),
         (ValueError, r"bias: expected shape \[40\], got \[39\]", {"bias": torch.zeros(39)}),
+        (ValueError, "x_scale: expected one for int8 x and None for others, got None for torch.int8", {"x": x.char()}),
+        (ValueError, "x_scale: expected one .*, got one for torch.float32", {"x_scale": torch.ones(2)}),
+        (
+            ValueError,
+            r"x_scale: expected one element or 2 elements \(\[2\] or \[2, 1\]\), got shape \[3\]",
+            {"x": x.char(), "x_scale": torch.ones(3)},
+        ),
+        (
+            TypeError,
+            "x_scale: expected dtype float32, got float16",
+            {"x": x.char(), "x_scale": torch.ones(2).half()},
+        ),
     )
     for error, message, wrong in cases:
         given = {"x": x, "packed": packed, "scale": scale, "zero": zero} | wrong

@@ -59,9 +59,11 @@ def test_packing_lies_as_it_says(planes: bool) -> None:
     for n, k in itertools.product(range(0, rows, 3), range(0, columns, 7)):
         tile = n // 16 * 2 + k // 128
         step, t, byte = k % 128 // 32, k % 8 // 2, k % 2 * 2 + k % 16 // 8
-        lane, register = n % 8 * 4 + t, step * 4 + k % 32 // 16 * 2 + n % 16 // 8
+        lane, half, row = n % 8 * 4 + t, k % 32 // 16, n % 16 // 8
+        registers = {4: step * 4 + half * 2 + row, 2: row * 8 + half * 4 + step, 1: row * 8 + step * 2 + half}
         code = first = low = 0
         for width in (1,) * 7 if planes else (4, 2, 1):
+            register = registers[width]
             of_lane = register // (8 // width)
             side_by_side = 2 if width == 1 else 4
             at = first + of_lane // side_by_side * 32 * side_by_side + lane * side_by_side + of_lane % side_by_side

@@ -75,11 +75,11 @@ bool has_kernels(const LowbitWeight& weight) {
          reinterpret_cast<uintptr_t>(weight.packed.data()) % 16 == 0;
 }
 
-py::object lowbit_linear_op(py::handle x_object, py::handle packed, py::handle scale, py::handle zero,
-                            py::handle bias_object, const std::string& kind, int bits, py::handle group,
-                            py::handle activation, py::handle residual_object, bool constant_weight) {
+py::object lowbit_linear_op(py::handle x_object, py::handle x_scale, py::handle packed, py::handle scale,
+                            py::handle zero, py::handle bias_object, const std::string& kind, int bits,
+                            py::handle group, py::handle activation, py::handle residual_object, bool constant_weight) {
   const TensorView x(x_object, "x");
-  expect_dtype(x, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  expect_dtype(x, {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8});
   expect_known_device(x);
   if (x.ndim() < 1) refuse<ValueError>("x", "at least one dimension, [..., K]", "shape []");
   const int64_t k = x.size(x.ndim() - 1);
@@ -93,7 +93,8 @@ py::object lowbit_linear_op(py::handle x_object, py::handle packed, py::handle s
   shape.back() = args.n;
   std::optional<TensorView> bias;
   std::optional<TensorView> residual;
-  bool halves = x.dtype == args.type;
+  args.x_is_int8 = x.dtype == DType::kInt8;
+  bool halves = args.x_is_int8 || x.dtype == args.type;
   const auto parse = [&](py::handle object, const char* name, const std::vector<int64_t>& want,
                          std::optional<TensorView>& view) {
     if (object.is_none()) return;
@@ -107,6 +108,7 @@ py::object lowbit_linear_op(py::handle x_object, py::handle packed, py::handle s
   parse(residual_object, "residual", shape, residual);
   args.m = static_cast<int>(x.rows());
   args.ldx = x.row_stride();
+  if (!x_scale.is_none()) args.x_scale = parse_scale(x_scale, "x_scale", args.m, x);
   if (bias.has_value()) {
     if (!bias->is_contiguous())
       refuse<ValueError>("bias", "a contiguous tensor", "stride " + std::to_string(bias->stride(0)));
@@ -142,9 +144,9 @@ py::object lowbit_dequantize_op(py::handle packed, py::handle scale, py::handle 
 }  // namespace
 
 void bind_lowbit(py::module_& module) {
-  module.def("lowbit_linear", &lowbit_linear_op, py::arg("x"), py::arg("packed"), py::arg("scale"), py::arg("zero"),
-             py::arg("bias"), py::arg("kind"), py::arg("bits"), py::arg("group"), py::arg("activation"),
-             py::arg("residual"), py::arg("constant_weight"));
+  module.def("lowbit_linear", &lowbit_linear_op, py::arg("x"), py::arg("x_scale"), py::arg("packed"), py::arg("scale"),
+             py::arg("zero"), py::arg("bias"), py::arg("kind"), py::arg("bits"), py::arg("group"),
+             py::arg("activation"), py::arg("residual"), py::arg("constant_weight"));
   module.def("lowbit_dequantize", &lowbit_dequantize_op);
 }
 

@@ -45,6 +45,7 @@ def tune_cublaslt(x: Tensor, w: Tensor, int8_output: bool) -> list[tuple[int, fl
 # bind_lowbit.cpp
 def lowbit_linear(
     x: Tensor,
+    x_scale: Tensor | float | None,
     packed: Tensor,
     scale: Tensor,
     zero: Tensor | None,

@@ -130,35 +130,32 @@ class Session:
 
     def start(self, prompts: list[list[int]]) -> None:
         """Runs the prompts and chooses the first new token of each."""
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        longest = int(lengths.max())
+        longest = max(map(len, prompts))
         padded = _rounded_up(longest, PROMPT_STEP)
         captured = self.decoder.device.type == "cuda" and padded <= min(LONGEST_CAPTURED, self.cache.capacity)
         width = min(padded, self.decoder.positions) if captured else longest
-        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-        for row, prompt in zip(ids, prompts, strict=True):
-            row[: len(prompt)] = torch.tensor(prompt)
+        # One copy to the device: each costs the host as much as some kernels take.
+        inputs = [token for prompt in prompts for token in prompt + [0] * (width - len(prompt))]
+        inputs += map(len, prompts)
         if captured:
             static, run = self._prompt_of(width)
-            static.copy_(ids)
-        else:
-            static, run = ids.to(self.decoder.device), None
-        self.places.copy_(lengths)
-        self.counts.zero_()
-        if run is None:
-            self._accept(self.decoder.prefill(static, self.places, self.cache), advance=False)
-        else:
+            static.copy_(torch.tensor(inputs))
             run()
+        else:
+            self._prefill(torch.tensor(inputs, device=self.decoder.device))
+
+    def _prefill(self, inputs: Tensor) -> None:
+        """inputs: the ids of all prompts, then their lengths."""
+        batch = self.ids.shape[0]
+        self.places.copy_(inputs[-batch:])
+        self.counts.zero_()
+        ids = inputs[:-batch].view(batch, -1)
+        self._accept(self.decoder.prefill(ids, self.places, self.cache), advance=False)
 
     def _prompt_of(self, width: int) -> tuple[Tensor, Callable[[], None]]:
         if width not in self.prompts:
-            static = torch.zeros(self.ids.shape[0], width, dtype=torch.int64, device=self.decoder.device)
-            self.places.fill_(1)
-
-            def run() -> None:
-                self._accept(self.decoder.prefill(static, self.places, self.cache), advance=False)
-
-            self.prompts[width] = static, self.captured(run)
+            static = torch.ones(self.ids.shape[0] * (width + 1), dtype=torch.int64, device=self.decoder.device)
+            self.prompts[width] = static, self.captured(lambda: self._prefill(static))
             if len(self.prompts) > KEPT:
                 self.prompts.popitem(last=False)
         self.prompts.move_to_end(width)
@@ -211,26 +208,29 @@ class Generator:
         draws = _Draws(session.noise, seed)
         draws.refill()
         session.start(rows)
-        done = self._continue(session, draws, max_new_tokens, stops, on_token)
-        return [_until(row, stops) for row in session.history[:, :done].tolist()]
+        tokens = self._continue(session, draws, max_new_tokens, stops, on_token)
+        return [_until(row, stops) for row in tokens]
 
     @staticmethod
-    def _continue(session: Session, draws: _Draws, most: int, stops: frozenset[int], on_token: OnToken | None) -> int:
-        """Steps until `most` tokens are there or every sequence has stopped; returns how many were looked at."""
-        live = set(range(session.ids.shape[0]))
+    def _continue(
+        session: Session, draws: _Draws, most: int, stops: frozenset[int], on_token: OnToken | None
+    ) -> list[list[int]]:
+        """Steps until `most` tokens are there or every sequence has stopped; returns those that were looked at."""
+        tokens: list[list[int]] = [[] for _ in range(session.ids.shape[0])]
+        live = set(range(len(tokens)))
         done, count = 0, 1
         look_every = 1 if on_token is not None else LOOK_EVERY if stops else most
         while True:
             if count == most or count - done >= look_every:
-                new = session.history[:, done:count].tolist()
-                for offset in range(count - done):
-                    tokens = [row[offset] if i in live else -1 for i, row in enumerate(new)]
+                for row, new in zip(tokens, session.history[:, done:count].tolist(), strict=True):
+                    row += new
+                for at in range(done, count):
                     if on_token is not None and live:
-                        on_token(done + offset, tokens)
-                    live -= {i for i in live if tokens[i] in stops}
+                        on_token(at, [row[at] if i in live else -1 for i, row in enumerate(tokens)])
+                    live -= {i for i in live if tokens[i][at] in stops}
                 done = count
                 if not live or count == most:
-                    return done
+                    return tokens
             draws.refill()
             count += session.advance(min(look_every - (count - done), most - count))
 

@@ -115,7 +115,7 @@ class Operand {
   template <bool kFirst>
   __device__ void make_planes(const char* stage, int half, int plane, uint32_t (&a)[4 * kProducts]) const {
     const char* const tile = stage + codes_ + plane * Code::kBytes;
-    const uint32_t word = *reinterpret_cast<const uint32_t*>(tile + lane_ * 8 + half * 4);
+    const uint2 words = *reinterpret_cast<const uint2*>(tile + lane_ * 8);
     uint32_t minus_alpha[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -124,7 +124,7 @@ class Operand {
 #pragma unroll
         for (int j = 0; j < 2; ++j) minus_alpha[j] = twice(scale(stage, group, plane, j)) ^ 0x80008000U;
       }
-      add_plane<Kind::kType, kFirst>(word, i, minus_alpha, a + i * 8);
+      add_plane<Kind::kType, kFirst>(words, half * 2 + i, minus_alpha, a + i * 8);
     }
   }
 };
@@ -336,7 +336,6 @@ void launch(const LowbitArgs& given, const Weight& w, int split, int device, cud
 // K's parts follow from N and K alone: 4, or 8 where that makes more blocks.
 template <LowbitFormat kFormat, int kBits, DType kType>
 void launch_tokens(const LowbitArgs& args, const Weight& w, int device, cudaStream_t stream) {
-  constexpr int kFewRows = 64 * 66;  // two blocks of 64 rows then fit an SM each
   const int split = args.n <= kFewRows && w.chunks >= 8 ? 2 : 1;
   if (args.m <= 32) return launch<Kind<kFormat, kBits, kType, 32, 64>>(args, w, split, device, stream);
   if (split == 2) return launch<Kind<kFormat, kBits, kType, 64, 64>>(args, w, split, device, stream);
@@ -346,6 +345,7 @@ void launch_tokens(const LowbitArgs& args, const Weight& w, int device, cudaStre
 }  // namespace
 
 bool takes_gemm(const LowbitArgs& args) {
+  if (args.x_is_int8) return false;
   const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
   const Weight w(args);
   const bool one_row = w.last == 0 && w.planes == 1;

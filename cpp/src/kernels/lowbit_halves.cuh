@@ -115,13 +115,13 @@ class Levels {
 
 // ---- planes ----
 
-// Adds (kFirst: sets) a plane's +alpha or -alpha of a step, for rows lane / 4 and lane / 4 + 8; `word`: this lane's, of
-// the step's half of the chunk.
+// Adds (kFirst: sets) a plane's +alpha or -alpha of a step, for rows lane / 4 and lane / 4 + 8; `words`: this lane's.
 template <DType kType, bool kFirst>
-__device__ inline void add_plane(uint32_t word, int step, const uint32_t (&minus_alpha)[2], uint32_t* a) {
+__device__ inline void add_plane(const uint2& words, int step, const uint32_t (&minus_alpha)[2], uint32_t* a) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {  // register i of the step: a bit of every byte
-    const int bit = step % 2 * 4 + i;
+    const uint32_t word = i % 2 == 0 ? words.x : words.y;
+    const int bit = step * 2 + i / 2;
     const uint32_t alpha = minus_alpha[i % 2];
     const uint32_t even = (word << (15 - bit) & 0x80008000U) ^ alpha;
     const uint32_t odd = (bit < 7 ? word << (7 - bit) & 0x80008000U : word & 0x80008000U) ^ alpha;

@@ -74,24 +74,25 @@ __device__ inline void copy_to_stage_if(bool copies, uint32_t to, const void* fr
                : "memory");
 }
 
-// How a stage lies: tiles of kStrips strips, then their scales and zero points.
-// kPlain: a chunk has one group or a part of one, and what belongs to it can be copied 16 bytes at a time; kZeros:
-// there are zero points. !kPlain serves everything.
-template <class Code_, bool kPlain_, bool kZeros_, int kStrips_>
+// How a chunk lies in a stage: tiles of kStrips strips, then their scales [segment][plane][row] and zero points
+// [segment][row].
+// kGroups: how many a chunk has, whose rows can be copied 16 bytes at a time; 0 serves everything.
+template <class Code_, int kGroups_, int kStrips_>
 struct Stage {
   using Code = Code_;
-  static constexpr bool kPlain = kPlain_;
-  static constexpr bool kZeros = kZeros_;
+  static constexpr int kGroups = kGroups_;
+  static constexpr bool kMayHaveZeros = !Code::kPlanes && !Code::kSparse;
   static constexpr int kStrips = kStrips_;
-  static constexpr int kSegments = kPlain ? 1 : kSteps;
+  static constexpr int kSegments = kGroups == 0 ? kSteps : kGroups;
   static constexpr int kTile = Code::kBytes * Code::kCount;
   static constexpr int kRows = kStrips * kStrip;
-  static constexpr int kScalesAt = kTile * kStrips;  // [segment][plane][row]
+  static constexpr int kScalesAt = kTile * kStrips;
   static constexpr int kZerosAt = kScalesAt + kSegments * Code::kCount * kRows * 2;
-  static constexpr int kBytes = kZerosAt + (kZeros ? kSegments * kRows : 0);
+  static constexpr int kBytes = (kZerosAt + (kMayHaveZeros ? kSegments * kRows : 0) + 15) / 16 * 16;
 
   __device__ static uint16_t* scales(char* stage) { return reinterpret_cast<uint16_t*>(stage + kScalesAt); }
   __device__ static uint8_t* zeros(char* stage) { return reinterpret_cast<uint8_t*>(stage + kZerosAt); }
+  __device__ static bool has_zeros(const Weight& w) { return kMayHaveZeros && w.zero != nullptr; }
 };
 
 // A warp's way through the chunks of kStrips strips, then of the next ones, each into a stage of its ring.
@@ -100,12 +101,13 @@ struct Bringer {
   using Code = typename Stage::Code;
   static constexpr int kTile = Stage::kTile;
   static constexpr int kStrips = Stage::kStrips;
-  static constexpr int kScaleCopies = kStrips * 2;  // of 16 bytes, of a segment and plane
+  static constexpr int kLanes = 32 / kStrips;  // which bring a strip's tile
+  static constexpr int kCopies = kStrips * 2;  // of 16 bytes, of a row of scales
   const Weight& w;
   int lane, strip, chunk;
-  const char* tiles[kStrips];  // this lane's first 16 bytes
-  const char* scale;           // likewise, in group 0
-  const char* zero;
+  const char* tile;   // this lane's first 16 bytes
+  const char* scale;  // likewise, in the first row
+  const uint8_t* zero;
 
   // strip: past the last one where there is nothing to bring.
   __device__ Bringer(const Weight& w, int lane) : w(w), lane(lane) {}
@@ -114,66 +116,65 @@ struct Bringer {
     strip = at_strip;
     chunk = at_chunk;
     const int last = (w.n - 1) / kStrip;  // which stands for one that is missing behind it
-#pragma unroll
-    for (int i = 0; i < kStrips; ++i) {
-      const int64_t tile = static_cast<int64_t>(min(strip + i, last)) * w.chunks + chunk;
-      tiles[i] = w.packed + tile * kTile + lane * 16;
-    }
-    const int of_scale = min(strip * kStrip + lane % kScaleCopies * 8, last * kStrip + 8);
-    scale = reinterpret_cast<const char*>(w.scale + of_scale) + lane / kScaleCopies * w.n * int64_t{2};
-    if (Stage::kZeros) zero = reinterpret_cast<const char*>(w.zero) + min(strip + lane, last) * kStrip;
+    const int64_t first = static_cast<int64_t>(min(strip + lane / kLanes, last)) * w.chunks + chunk;
+    tile = w.packed + first * kTile + lane % kLanes * 16;
+    scale = reinterpret_cast<const char*>(w.scale + min(strip * kStrip + lane % kCopies * 8, last * kStrip + 8));
+    zero = w.zero + min(strip + lane % kStrips, last) * kStrip;
   }
 
   __device__ void advance(int chunks) {
     chunk += chunks;
-#pragma unroll
-    for (const char*& tile : tiles) tile += static_cast<int64_t>(chunks) * kTile;
+    tile += static_cast<int64_t>(chunks) * kTile;
   }
 
   // Asynchronously where it can be; whoever reads waits for the copies, then for the warp.
   __device__ void bring(char* stage) const {
     const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(stage)) + lane * 16;
+    const uint32_t codes = to + lane / kLanes * (kTile - kLanes * 16);
 #pragma unroll
-    for (int i = 0; i < kStrips; ++i) {
-#pragma unroll
-      for (int at = 0; at + 512 <= kTile; at += 512) copy_to_stage(to + i * kTile + at, tiles[i] + at);
-      if (kTile % 512 != 0) {
-        constexpr int kWhole = kTile / 512 * 512;
-        copy_to_stage_if(lane < 16, to + i * kTile + kWhole, tiles[i] + kWhole);
+    for (int at = 0; at < kTile; at += kLanes * 16) {
+      if (at + kLanes * 16 <= kTile) {
+        copy_to_stage(codes + at, tile + at);
+      } else {
+        copy_to_stage_if(lane * 16 < kTile - at, codes + at, tile + at);
       }
     }
-    if constexpr (Stage::kPlain) {
-      constexpr int kCopies = Code::kCount * kScaleCopies;
-      const int group = static_cast<int>(static_cast<uint32_t>(chunk) >> w.groups.log);
-      copy_to_stage_if(lane < kCopies, to + Stage::kScalesAt, scale + group * w.scale_pitch);
-      if (Stage::kZeros) {
-        copy_to_stage_if(lane < kStrips, to + Stage::kZerosAt, zero + static_cast<int64_t>(group) * w.n);
-      }
-    } else {
+    if constexpr (Stage::kGroups == 0) {
       bring_ragged(stage);
+    } else {
+      bring_rows(to);
     }
   }
 
  private:
+  __device__ void bring_rows(uint32_t to) const {
+    constexpr int kGroups = Stage::kGroups;
+    constexpr int kRows = kGroups * Code::kCount;
+    const int group = kGroups == 1 ? static_cast<int>(static_cast<uint32_t>(chunk) >> w.groups.log) : chunk * kGroups;
+#pragma unroll
+    for (int at = 0; at < kRows * kCopies; at += 32) {
+      const uint32_t row = existing(group * Code::kCount + (lane + at) / kCopies, Code::kCount);
+      copy_to_stage_if(lane + at < kRows * kCopies, to + Stage::kScalesAt + at * 16,
+                       scale + uint64_t{row} * (2U * w.n));
+    }
+    if (!Stage::has_zeros(w)) return;
+    const uint32_t row = existing(group + lane / kStrips, 1);
+    copy_to_stage_if(lane < kGroups * kStrips, to + Stage::kZerosAt, zero + uint64_t{row} * w.n);
+  }
+
+  // The last chunk may have fewer groups than others: what stands for one that is missing meets codes of no column.
+  __device__ uint32_t existing(int row, int of_group) const {
+    return static_cast<uint32_t>(Stage::kGroups == 1 ? row : min(row, (w.last + 1) * of_group - 1));
+  }
+
   // Several groups, or places that are not aligned.
   __device__ void bring_ragged(char* stage) const {
     const int segments = w.groups.segments;
     const int rows = segments * Code::kCount;
-    if (Code::kCount * kSteps * kScaleCopies <= 32 && w.wide) {  // a copy a lane
-      const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(stage)) + lane * 16;
-      const int first = static_cast<int>(static_cast<uint32_t>(chunk * segments) >> w.groups.log);
-      const int behind = min(lane / kScaleCopies, (w.last + 1 - first) * Code::kCount - 1) - lane / kScaleCopies;
-      const char* const from = scale + first * w.scale_pitch + behind * w.n * int64_t{2};
-      copy_to_stage_if(lane < rows * kScaleCopies, to + Stage::kScalesAt, from);
-      const bool has_zero = w.zero != nullptr && lane < segments * kStrips;
-      const uint8_t* const zeros = w.zero_row(chunk, min(lane / kStrips, segments - 1)) + zero_column();
-      copy_to_stage_if(has_zero, to + Stage::kZerosAt, zeros);
-      return;
-    }
-    for (int i = lane; i < rows * kScaleCopies; i += 32) {
-      const int row = i / kScaleCopies;
+    for (int i = lane; i < rows * kCopies; i += 32) {
+      const int row = i / kCopies;
       const uint16_t* const from = w.scale_row(chunk, row / Code::kCount, row % Code::kCount);
-      const int n = strip * kStrip + i % kScaleCopies * 8;
+      const int n = strip * kStrip + i % kCopies * 8;
       uint16_t* const to = Stage::scales(stage) + i * 8;
       if (w.wide && n < w.n) {
         copy_to_stage(static_cast<uint32_t>(__cvta_generic_to_shared(to)), from + n);
@@ -186,9 +187,6 @@ struct Bringer {
       Stage::zeros(stage)[i] = w.zero_row(chunk, i / Stage::kRows)[n];
     }
   }
-
-  // Of this lane's copy of zero points.
-  __device__ int zero_column() const { return min(strip + lane % kStrips, (w.n - 1) / kStrip) * kStrip; }
 };
 
 // A plane's scales of a segment for rows lane / 4 and lane / 4 + 8 of a strip.
@@ -207,7 +205,7 @@ __device__ inline void read_zeros(const Weight& w, char* stage, int segment, int
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     twice[row] = Stage::Code::kTwiceMiddle;
-    if (Stage::kZeros && (Stage::kPlain || w.zero != nullptr)) twice[row] = 2 * Stage::zeros(stage)[at + row * 8];
+    if (Stage::has_zeros(w)) twice[row] = 2 * Stage::zeros(stage)[at + row * 8];
   }
 }
 

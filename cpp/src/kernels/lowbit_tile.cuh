@@ -78,8 +78,11 @@ __device__ inline uint32_t codes_of(const uint32_t (&words)[2 * kWidth], int r) 
   for (int field = 8; field > 0; field /= 2) {
     if ((kWidth & field) == 0) continue;
     const int per_word = 8 / field;
-    const uint32_t word = words[first + r / per_word];
-    const int shift = r % per_word * field - low;
+    const int step = r / 4;
+    const int half = r / 2 % 2;
+    const int at = field > 2 ? r : r % 2 * 8 + (field == 2 ? half * 4 + step : step * 2 + half);
+    const uint32_t word = words[first + at / per_word];
+    const int shift = at % per_word * field - low;
     const uint32_t mask = 0x01010101U * (((1U << field) - 1U) << low);
     codes |= (shift >= 0 ? word >> shift : word << -shift) & mask;
     first += 2 * field;
@@ -153,104 +156,6 @@ __device__ inline uint16_t half_bits(float value, DType type) {
                                  : __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
 
-// ---- tokens ----
-
-// Where a chunk of a product's `columns` columns lies in bytes, as a quad's lanes read them, 16 bytes for two steps:
-// `column` is 2 * token, and + 1 for the low bytes; `eighth`: 8 columns of the weight, those of lane eighth % 4 in step
-// eighth / 4.
-__host__ __device__ constexpr int place_of_eighth(int columns, int column, int eighth) {
-  const int step = eighth / 4;
-  return (step / 2 * columns + column) * 64 + (eighth % 4 * 2 + step % 2) * 8;
-}
-
-// What a chunk of a token is to a segment's products: the power of two that its integers stand for, NaN if a value is
-// NaN or infinite; and the sum of those in the segment.
-struct TokenChunk {
-  float power;
-  int sum;
-};
-
-// A token's 128 columns by half a warp, an eighth in a thread, as RawColumns loads them: the integers' bytes to
-// `bytes`, the rest to facts[segment * pitch], with `factor` in the power. Nothing is stored where !stores.
-__device__ inline void convert_chunk(const float (&v)[8], bool stores, char* bytes, int columns, int column,
-                                     TokenChunk* facts, int pitch, int segments, float factor) {
-  const int lane = static_cast<int>(threadIdx.x) % 16;
-  float most = 0.0F;
-#pragma unroll
-  for (const float value : v) asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(fabsf(value)));
-  uint32_t largest = __float_as_uint(most);  // as integers they keep their order, and NaN is above all
-#pragma unroll
-  for (int i = 8; i > 0; i /= 2) largest = max(largest, __shfl_xor_sync(0xFFFFFFFFU, largest, i));
-  // The largest is below 2^(exponent - 126), so 2^(141 - exponent) makes it less than 2^15: once in 128 times too
-  // large.
-  const bool finite = largest < 0x7F800000U;
-  const uint32_t exponent = finite ? max(largest >> 23, 16U) : 16U;
-  uint32_t power = (268U - exponent) << 23;
-  uint32_t inverse = (exponent - 14U) << 23;
-  if (__uint_as_float(largest) * __uint_as_float(power) > static_cast<float>(kMostToken)) {
-    power -= 1U << 23;
-    inverse += 1U << 23;
-  }
-  // Added to a product it leaves the integer, rounded, in the low bits: 128 more, so that its second byte is the high
-  // one.
-  constexpr float kMagic = 12582912.0F + 128.0F;
-  uint32_t raw[8];
-#pragma unroll
-  for (int j = 0; j < 8; ++j) raw[j] = __float_as_uint(__fmaf_rn(v[j], __uint_as_float(power), kMagic));
-  uint32_t high[2];
-  uint32_t low[2];
-  int sum = 0;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t first = __byte_perm(raw[i * 4], raw[i * 4 + 2], 0x5140);  // low, low, high, high
-    const uint32_t second = __byte_perm(raw[i * 4 + 1], raw[i * 4 + 3], 0x5140);
-    low[i] = __byte_perm(first, second, 0x5410) ^ 0x80808080U;
-    high[i] = __byte_perm(first, second, 0x7632);
-    if (!finite) low[i] = high[i] = 0;
-    sum += 256 * __dp4a(static_cast<int>(high[i]), 0x01010101, 0) + __dp4a(static_cast<int>(low[i]), 0x01010101, 0);
-  }
-  const int width = 16 / segments;  // lanes of a segment
-#pragma unroll
-  for (int i = 1; i < 16; i *= 2) {
-    const int other = __shfl_xor_sync(0xFFFFFFFFU, sum, i);
-    if (i < width) sum += other;
-  }
-  if (!stores) return;
-  *reinterpret_cast<uint2*>(bytes + place_of_eighth(columns, column, lane)) = make_uint2(high[0], high[1]);
-  *reinterpret_cast<uint2*>(bytes + place_of_eighth(columns, column + 1, lane)) = make_uint2(low[0], low[1]);
-  const float stands_for = finite ? __uint_as_float(inverse) * factor : __int_as_float(0x7FC00000);
-  if (lane % width == 0) facts[lane / width * pitch] = {stands_for, sum};
-}
-
-// An eighth of a token's chunk, zeros behind the last column; as it lies in memory, in pairs: columns k and k + 1 of
-// every 8 of the 32, where k is the eighth's first.
-struct RawColumns {
-  uint32_t words[4];
-
-  __device__ static int first_of(int chunk, int eighth) { return chunk * kChunk + eighth / 4 * 32 + eighth % 4 * 2; }
-
-  // pairs: no pair lies across 4 bytes, or has one column alone.
-  __device__ void load(const void* x, int64_t at, int k, int columns, bool pairs) {
-    const auto* const data = static_cast<const uint16_t*>(x) + at;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int column = k + 8 * j;
-      if (pairs) {
-        words[j] = column < columns ? *reinterpret_cast<const uint32_t*>(data + column) : 0;
-      } else {
-        const uint32_t even = column < columns ? data[column] : 0;
-        const uint32_t odd = column + 1 < columns ? data[column + 1] : 0;
-        words[j] = even | odd << 16;
-      }
-    }
-  }
-
-  __device__ void widen(DType type, float (&v)[8]) const {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = half_of(static_cast<uint16_t>(words[j / 2] >> (j % 2 * 16)), type);
-  }
-};
-
 // What a scale is multiplied by, beside the token's power of two: see above.
 template <LowbitFormat kFormat>
 constexpr float kFactor = kFormat == LowbitFormat::kPlanes ? 1.0F : 0.5F;
@@ -285,12 +190,14 @@ __device__ inline float sum_of_parts(Part part) {
   return total;
 }
 
-// What the epilogue adds, if anything, as fp16 or bf16 bits.
+// What the epilogue adds, if anything, as fp16 or bf16 bits; and multiplies by.
 struct Addends {
   uint16_t bias = 0, residual = 0;
+  float x_scale = 1.0F;
 };
 
 struct Epilogue {
+  ScaleView x_scale;
   const uint16_t* bias;
   Activation activation;
   const uint16_t* residual;
@@ -300,7 +207,8 @@ struct Epilogue {
   DType type;
 
   explicit Epilogue(const LowbitArgs& args)
-      : bias(static_cast<const uint16_t*>(args.bias)),
+      : x_scale(args.x_scale),
+        bias(static_cast<const uint16_t*>(args.bias)),
         activation(args.activation),
         residual(static_cast<const uint16_t*>(args.residual)),
         residual_ld(args.residual_ld),
@@ -311,18 +219,20 @@ struct Epilogue {
   // So that its first token is the one behind `tokens`.
   void skip(int tokens) {
     out += tokens * ldo;
+    if (x_scale.data != nullptr) x_scale.data += tokens * x_scale.step;
     if (residual != nullptr) residual += tokens * residual_ld;
   }
 
   __device__ Addends load(int token, int n) const {
     Addends addends;
+    addends.x_scale = scale_at(x_scale, token);
     if (bias != nullptr) addends.bias = bias[n];
     if (residual != nullptr) addends.residual = residual[token * residual_ld + n];
     return addends;
   }
 
   __device__ void store(float y, const Addends& addends, int token, int n) const {
-    float t[1] = {y};
+    float t[1] = {__fmul_rn(y, addends.x_scale)};
     if (bias != nullptr) t[0] += half_of(addends.bias, type);
     activate_by<__half, false>(activation, t);
     if (residual != nullptr) t[0] += half_of(addends.residual, type);

@@ -25,7 +25,7 @@ from octofuse.nn.linear import weight_of
 from octofuse.quant import scheme_named
 
 METHOD = "octofuse"
-VERSION = 2  # 1: low-bit codes lay in another order
+VERSION = 3  # 1, 2: low-bit codes lay in other orders
 WEIGHTS = "octofuse.safetensors"
 
 

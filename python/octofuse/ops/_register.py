@@ -35,8 +35,8 @@ SCHEMAS = {
     "quantized_linear": "(Tensor x, Tensor w, Tensor w_scale, Tensor? bias, Tensor? x_scale, str? norm, "
     "Tensor? norm_weight, Tensor? norm_bias, float eps, str? activation, Tensor? residual, ScalarType out_dtype, "
     "Tensor? out_scale, bool constant_weight) -> Tensor",
-    "lowbit_linear": "(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? offset, Tensor? bias, str kind, "
-    "int bits, int? group, str? activation, Tensor? residual, bool constant_weight) -> Tensor",
+    "lowbit_linear": "(Tensor x, Tensor? x_scale, Tensor packed, Tensor scale, Tensor? zero, Tensor? offset, "
+    "Tensor? bias, str kind, int bits, int? group, str? activation, Tensor? residual, bool constant_weight) -> Tensor",
     "to_layout": "(Tensor matrix, str layout, SymInt size, str engine) -> Tensor",
     "from_layout": "(Tensor data, str layout, SymInt rows, SymInt cols, str engine) -> Tensor",
     "quantize_col32": "(Tensor x, Tensor? scale, SymInt size) -> Tensor[]",
@@ -106,8 +106,9 @@ def _fake_quantized_linear(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(_shape_like(x, w, floats=True), dtype=out_dtype if out_scale is None else torch.int8)
 
 
-def _fake_lowbit_linear(x: Tensor, packed: Tensor, scale: Tensor, *_: Any) -> Tensor:
-    return x.new_empty([*x.shape[:-1], scale.shape[-1]])
+def _fake_lowbit_linear(x: Tensor, x_scale: Tensor | None, packed: Tensor, scale: Tensor, *_: Any) -> Tensor:
+    dtype = x.dtype if x_scale is None else scale.dtype
+    return x.new_empty([*x.shape[:-1], scale.shape[-1]], dtype=dtype)
 
 
 def _fake_to_layout(matrix: Tensor, layout: str, size: int, engine: str) -> Tensor:

@@ -10,6 +10,9 @@ register are the neighbours that an fp16 product wants side by side, and the who
 A code is cut into fields of 8, 4, 2 or 1 bits, the low bits first: 7 = 4 + 2 + 1, 6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1; or,
 `planes`, into single bits. A tile holds its fields one after the other. A field of f bits packs 8 / f registers into a
 word: register r stands at bit r % (8 / f) * f of every byte of word r // (8 / f), so that a shift and a mask give it back.
+In fields of 1 and 2 bits row g's eight registers come before those of row g + 8; of 2 bits, its first 16 columns' of all
+steps before the others. So a word of one bit is the operand of a binary product, 32 columns of a row, and two words of 2
+bits become two such with a shift and a mask each.
 Of a lane's 2 * f words four lie side by side, then the next lane's four, and behind those of all lanes the next four (two
 instead of four for one bit): 32 lanes read consecutive bytes.
 
@@ -27,6 +30,9 @@ STRIP = 16  # rows of a tile
 ROW = 128  # columns of a tile
 
 _FIELDS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+
+_REGISTERS = (4, 2, 2)  # of a lane: step, 16 columns, row g or g + 8; dimensions 3 to 5
+_ROWS_FIRST = {1: (5, 3, 4), 2: (5, 4, 3)}
 
 # strip, row g or g + 8, g, chunk, step, 16 columns, 8 columns, t, odd -> strip, chunk, g, t, step, 16 columns, row g or
 # g + 8, odd, 8 columns; and back
@@ -111,6 +117,8 @@ def _tiles(packed: Tensor, bits: int, rows: int, columns: int) -> Tensor:
 
 def _to_words(registers: Tensor, width: int) -> Tensor:
     """[strips, chunks, lane, register, byte] of `width` bits -> [strips, chunks, words of the field]."""
+    if width <= 2:
+        registers = registers.unflatten(3, _REGISTERS).permute(0, 1, 2, *_ROWS_FIRST[width], 6).flatten(3, 5)
     shared = registers.unflatten(3, (-1, 8 // width))
     # No two codes share a bit: adding is as good as or, and wraps around where it must.
     words: Tensor = (shared << _shifts(width, registers.device)).sum((-1, -2), dtype=torch.int32)
@@ -122,8 +130,12 @@ def _from_words(words: Tensor, width: int) -> Tensor:
     """The registers again."""
     side_by_side = 2 if width == 1 else 4
     of_lanes = words.unflatten(2, (-1, 32, side_by_side)).transpose(2, 3).flatten(3)
-    values: Tensor = of_lanes[..., None, None] >> _shifts(width, words.device) & (1 << width) - 1
-    return values.flatten(3, 4)
+    values: Tensor = (of_lanes[..., None, None] >> _shifts(width, words.device) & (1 << width) - 1).flatten(3, 4)
+    if width <= 2:
+        order = _ROWS_FIRST[width]
+        values = values.unflatten(3, [_REGISTERS[i - 3] for i in order])
+        values = values.permute(0, 1, 2, *(3 + order.index(i) for i in (3, 4, 5)), 6).flatten(3, 5)
+    return values
 
 
 def _fields(bits: int, planes: bool) -> tuple[int, ...]:
