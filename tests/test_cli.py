@@ -80,7 +80,7 @@ def test_mistakes_end_in_one_line(words, message: str, tmp_path, checkpoint: str
 
 def test_quantise_and_distill(tmp_path) -> None:
     text = tmp_path / "text"
-    text.write_text("def f(x):\n    return x + 1\n" * 200)
+    text.write_text("def f(x):\n    return x + 1\n" * 80)
     few = ("--calibration", str(text), "--distill", "2", "--device", "cpu")
     code, out, err = call("quantize", "embedded", "-o", str(tmp_path / "q"), "--scheme", "w2a16-g128", *few)
     assert code == 0, err
@@ -89,7 +89,13 @@ def test_quantise_and_distill(tmp_path) -> None:
     code, _, err = call("quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "w8a8-dynamic", *few)
     assert code == 1
     assert "distill: expected weight-only schemes" in err
+    code, _, err = call("quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "w4a16-g128", "--codes")
+    assert code == 1
+    assert "codes: expected --distill of at least 1, got 0" in err
     assert not (tmp_path / "r").exists()
+    code, out, err = call("quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "w2a16-g128", *few, "--codes")
+    assert code == 0, err
+    assert "KL divergence from the float model: " in out
 
 
 def test_doctor_json() -> None:

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from octofuse.generate import own_text
 from octofuse.models import distill_, load, quantize_, save, weight_bytes
 from octofuse.models.distill import TrainedLinear
 from octofuse.nn import PackedLinear
+from octofuse.quant.packing import unpack
 from test_models import ids, small_gpt2
 from test_models_lowbit import layer_of
 
@@ -47,6 +49,53 @@ def test_divergence_falls_and_codes_stay(name: str, tmp_path) -> None:
     assert again == pytest.approx(after, rel=1e-4)
     save(model, tmp_path / "q")
     assert torch.equal(load(tmp_path / "q")(ids()).logits, model(ids()).logits)
+
+
+@pytest.mark.parametrize("name", ["w4a16-g32", "w3a16-g32-zp", "w2a16", "w8a16-g64"])
+@pytest.mark.parametrize(("n", "k"), [(48, 128), (33, 100)])
+def test_trained_codes_start_where_they_were(name: str, n: int, k: int) -> None:
+    layer, plain = layer_of(name, n, k, torch.float32, "cpu")
+    trained = TrainedLinear(layer, plain.weight)
+    assert trained.codes is not None
+    x = torch.randn(5, k)
+    assert torch.allclose(trained(x), layer(x), rtol=1e-5, atol=1e-5)
+    assert torch.equal(trained.trained()["packed"], layer.packed)
+    with torch.no_grad():  # far outside: the grid's ends
+        trained.codes.numbers.copy_(torch.where(trained.codes.numbers > 1, 1e4, -1e4))
+    found = unpack(trained.trained()["packed"], layer.scheme.bits, n, k)
+    assert set(found.unique().tolist()) == {0, (1 << layer.scheme.bits) - 1}
+
+
+@pytest.mark.parametrize("name", ["w4a16-g32-zp", "w2a16-g64"])
+def test_codes_learn_too(name: str, tmp_path) -> None:
+    """More than scales alone do, on the text that they learnt from; what is saved is what was learnt."""
+    teacher = small_gpt2().eval()
+    model = quantize_(copy.deepcopy(teacher), name, progress=False)
+    scales_alone = copy.deepcopy(model)
+    codes = {key: layer.packed.clone() for key, layer in packed_layers(model).items()}
+    before, alone = distill_(scales_alone, teacher, [ids(4, 32)], steps=60, progress=False)
+    again, after = distill_(model, teacher, [ids(4, 32)], steps=60, codes=True, progress=False)
+    assert again == before
+    assert after < 0.9 * alone
+    assert any(not torch.equal(layer.packed, codes[key]) for key, layer in packed_layers(model).items())
+    save(model, tmp_path / "q")
+    assert torch.equal(load(tmp_path / "q")(ids()).logits, model(ids()).logits)
+
+
+def test_own_text() -> None:
+    teacher = small_gpt2().eval()
+    given = [ids(3, 20), ids(2, 20)]
+    found = own_text(teacher, given, 2, seed=4)
+    assert [batch.shape for batch in found] == [(3, 20), (3, 20)]
+    source = torch.cat([batch.flatten() for batch in given]).tolist()
+    pieces = {tuple(source[i : i + 8]) for i in range(len(source) - 8)}
+    assert all(tuple(row[:8]) in pieces for batch in found for row in batch.tolist())
+    assert all(torch.equal(a, b) for a, b in zip(found, own_text(teacher, given, 2, seed=4), strict=True))
+    assert not torch.equal(found[0], own_text(teacher, given, 1, seed=5)[0])
+    with pytest.raises(
+        ValueError, match=r"batches, count: expected \[B, T\] with T > 8 and at least 1, got \[1, 8\] and 1"
+    ):
+        own_text(teacher, [ids(1, 8)], 1)
 
 
 @pytest.mark.parametrize("wrong", ["lr", "teacher", "interrupt"])

@@ -4,7 +4,7 @@ Importing it initialises no CUDA context. The functional ops live in `octofuse.o
 layers, `octofuse.quant` the mathematics, `octofuse.models` what is known of each model family.
 """
 
-from octofuse.generate import Generator, generate
+from octofuse.generate import Generator, generate, own_text
 from octofuse.ops import (
     activate,
     activate_quantize,
@@ -60,6 +60,7 @@ __all__ = [
     "i8i32_matmul",
     "layer_norm",
     "layer_norm_quantize",
+    "own_text",
     "quantize_per_tensor",
     "quantize_per_token",
     "quantized_linear",

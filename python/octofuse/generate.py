@@ -26,6 +26,8 @@ PROMPT_STEP = 16  # captured prompts are padded to a multiple of this many token
 LONGEST_CAPTURED = 256  # tokens of a prompt: longer ones keep the GPU busy without a graph
 LOOK_EVERY = 16  # tokens between looks for stop tokens, where nobody streams
 BURST = 8  # greedy steps of one graph: between two of them the GPU would wait for the next one's launch
+START = 8  # tokens of the given text before each sequence of own_text
+AT_ONCE = 128  # such sequences
 
 OnToken = Callable[[int, list[int]], None]
 
@@ -262,6 +264,31 @@ def generate(
     if known is None or [*map(id, known[0])] != [*map(id, tensors)] or known[1] != versions:
         known = _generators[model] = (tensors, versions, Generator(model))
     return known[2](prompts, max_new_tokens, **options)
+
+
+def own_text(model: nn.Module, batches: Iterable[Tensor], count: int, *, seed: int = 0) -> list[Tensor]:
+    """`count` batches like the first of `batches`, int64 `[B, T]`, that the float model writes itself (temperature 1).
+
+    Each sequence goes on from 8 tokens of the given ones at a random place.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    given = list(batches)
+    if count < 1 or not given or given[0].shape[1] <= START:
+        shape = list(given[0].shape) if given else "none"
+        raise ValueError(f"batches, count: expected [B, T] with T > {START} and at least 1, got {shape} and {count}")
+    rows, width = given[0].shape
+    source = torch.cat([batch.flatten() for batch in given]).cpu()
+    generator = Generator(model)
+    places = torch.randint(0, source.numel() - START, (count * rows,), generator=torch.Generator().manual_seed(seed))
+    starts = [source[place : place + START].tolist() for place in places.tolist()]
+    found: list[list[int]] = []
+    for first in range(0, len(starts), AT_ONCE):
+        some = starts[first : first + AT_ONCE]
+        new = generator(some, width - START, temperature=1.0, seed=seed + first)
+        found += [start + more for start, more in zip(some, new, strict=True)]
+    return list(torch.tensor(found, device=given[0].device).view(count, rows, width))
 
 
 def _rounded_up(count: int, step: int) -> int:

@@ -14,6 +14,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="int8 models 
 layouts_app = typer.Typer(no_args_is_help=True, help="The memory layouts of int8 GEMMs.")
 app.add_typer(layouts_app, name="layout")
 console = Console()
+OWN_TEXT = 128  # batches at most that quantize --codes lets the float model write
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes the GPU if octofuse can use it")]
 
@@ -59,10 +60,15 @@ def quantize(
     distill: Annotated[
         int, typer.Option(min=0, help="steps that train the scales of weight-only schemes by the float model")
     ] = 0,
+    codes: Annotated[
+        bool,
+        typer.Option(help="with --distill: codes of uniform schemes too, on text that the float model writes as well"),
+    ] = False,
     device: Device = "auto",
 ) -> None:
     """Quantise a model and write it, with its tokenizer, to a folder."""
     from octofuse.cli.common import calibration_batches, exceptions_of, load_float, pick_device
+    from octofuse.generate import own_text
     from octofuse.models import distill_, quantize_, save, weight_bytes
     from octofuse.quant import WeightOnly, scheme_named
 
@@ -72,6 +78,8 @@ def quantize(
         needed = [chosen, *(scheme_named(other) for other in others.values() if other is not None)]
         if distill > 0 and not all(isinstance(one, WeightOnly) for one in needed):
             raise ValueError("distill: expected weight-only schemes, such as bcq-q2-g128; int8 has no gradient")
+        if codes and distill == 0:
+            raise ValueError("codes: expected --distill of at least 1, got 0")
         where = pick_device(device)
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise FileExistsError(f"output: expected a new or empty folder, got {output}")
@@ -81,7 +89,11 @@ def quantize(
         batches = calibration_batches(tokenizer, loaded, calibration) if calibrates else None
         quantize_(loaded, chosen, batches, exceptions=others)
         if distill > 0:
-            divergence = distill_(loaded, load_float(model, where)[0], batches or [], steps=distill)
+            teacher = load_float(model, where)[0]
+            text = batches or []
+            if codes:
+                text = text + own_text(teacher, text, min(distill, OWN_TEXT))
+            divergence = distill_(loaded, teacher, text, steps=distill, codes=codes)
             console.print("KL divergence from the float model: {:.4f} -> {:.4f} nats a token".format(*divergence))
         save(loaded, output, tokenizer)
         console.print(f"{output}: {scheme}, {before / 1e6:.1f} MB -> {weight_bytes(loaded) / 1e6:.1f} MB of weights")

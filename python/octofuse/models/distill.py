@@ -1,21 +1,67 @@
-"""distill_: scales of low-bit layers, trained until the model predicts what the float one does."""
+"""distill_: scales of low-bit layers, and codes of uniform ones, trained towards what the float model predicts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, linear, pad
 
 from octofuse.models.quantize import tracked
-from octofuse.nn import QUANTISED, PackedLinear, replace_module
+from octofuse.nn import QUANTISED, PackedLinear, WeightOnlyLinear, replace_module
+from octofuse.nn.linear import weight_of
+from octofuse.quant import grid
+from octofuse.quant.packing import pack
+
+
+class _Rounded(torch.autograd.Function):
+    """The nearest integers, with the gradient of the numbers themselves."""
+
+    @staticmethod
+    def forward(_: object, numbers: Tensor) -> Tensor:
+        return numbers.round()
+
+    @staticmethod
+    def backward(_: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+class TrainedCodes(nn.Module):
+    """Codes of a uniform grid as numbers that are rounded; they start where the float weight is, but with its codes."""
+
+    def __init__(self, layer: WeightOnlyLinear, levels: Tensor, weight: Tensor) -> None:
+        super().__init__()
+        self.layer = layer
+        self.most = (1 << layer.scheme.bits) - 1
+        shape = levels.shape[:2]
+        middle = torch.full(shape, grid.middle(layer.scheme.bits), device=levels.device)
+        self.zero = (middle if layer.zero is None else layer.zero.t().float()).unsqueeze(-1)  # [N, G, 1]
+        codes = levels + self.zero
+        padded = pad(weight.float(), (0, levels[0].numel() - weight.shape[1])).view_as(levels)
+        beside = padded / layer.scale.t().float().unsqueeze(-1) - levels
+        self.numbers = nn.Parameter(codes + beside.nan_to_num(0.0).clamp(-0.49, 0.49))  # a scale may be 0
+
+    def codes(self) -> Tensor:
+        rounded: Tensor = _Rounded.apply(self.numbers.clamp(-0.49, self.most + 0.49))  # type: ignore[no-untyped-call]
+        return rounded
+
+    def forward(self) -> Tensor:
+        return self.codes() - self.zero
+
+    def packed(self) -> Tensor:
+        codes = self.codes().flatten(1)[:, : self.layer.in_features]
+        return pack(codes.to(torch.uint8), self.layer.scheme.bits)
 
 
 class TrainedLinear(nn.Module):
-    """A packed layer whose weight is a differentiable function of its scales: sum over planes of scale * level."""
+    """A packed layer whose weight is a differentiable function of its scales: sum over planes of scale * level.
 
-    def __init__(self, layer: PackedLinear) -> None:
+    weight: the float one, `[N, K]`, where codes move too (of uniform grids, but for awq's).
+    """
+
+    def __init__(self, layer: PackedLinear, weight: Tensor | None = None) -> None:
         super().__init__()
         self.layer = layer
         scales: Tensor = getattr(layer, layer.scales)
@@ -23,6 +69,10 @@ class TrainedLinear(nn.Module):
         self.first = of_planes.permute(1, 2, 0).float()  # [q, N, G]
         self.levels = torch.stack([self._levels(of_planes, plane) for plane in range(of_planes.shape[1])])
         self.factor = nn.Parameter(torch.ones_like(self.first))
+        self.codes: TrainedCodes | None = None
+        # What AWQ has folded into a layer before is not in the float weight.
+        if weight is not None and isinstance(layer, WeightOnlyLinear) and layer.scheme.method != "awq":
+            self.codes = TrainedCodes(layer, self.levels[0], weight)
         if layer.bias is not None:
             self.unit = float(layer.dequantized().float().square().mean().sqrt())  # a bias moves as far as weights do
             self.shift = nn.Parameter(torch.zeros_like(layer.bias, dtype=torch.float32))
@@ -42,7 +92,8 @@ class TrainedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias()
-        w = ((self.first * self.factor).unsqueeze(-1) * self.levels).sum(0).flatten(1)[:, : self.layer.in_features]
+        levels = self.levels if self.codes is None else self.codes().unsqueeze(0)
+        w = ((self.first * self.factor).unsqueeze(-1) * levels).sum(0).flatten(1)[:, : self.layer.in_features]
         return linear(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @torch.no_grad()
@@ -51,6 +102,8 @@ class TrainedLinear(nn.Module):
         before: Tensor = getattr(self.layer, self.layer.scales)
         scale = (self.first * self.factor).permute(2, 0, 1).to(before.dtype)
         found = {self.layer.scales: scale.reshape(before.shape).contiguous()}
+        if self.codes is not None:
+            found["packed"] = self.codes.packed()
         bias = self.bias()
         return found if bias is None else found | {"bias": bias.to(before.dtype)}
 
@@ -62,18 +115,22 @@ def distill_(
     *,
     steps: int = 100,
     lr: float = 2e-3,
+    codes: bool = False,
     progress: bool = True,
 ) -> tuple[float, float]:
     """Train scales and biases of the model's packed layers, in place, by the float model's own predictions.
 
-    Codes stay as they are, and so do the sizes. Adam on the KL divergence of the two models' token probabilities, with a
-    learning rate that falls to zero as a cosine. It takes a linear's weight in fp32 for every plane, and activations.
+    Sizes stay as they are, and so do codes unless they are asked for. Adam on the KL divergence of the two models' token
+    probabilities, with a learning rate that falls to zero as a cosine. It takes a linear's weight in fp32 for every plane
+    (with codes three times that), and activations.
 
     Args:
         model: quantised by `quantize_` with schemes such as "bcq-q2-g128"; its other layers in floating point.
         teacher: the float model, on the same device.
         batches: input ids `[B, T]`, int64; one a step, over and over.
         steps, lr: how many steps; how far the first ones move a scale, relative to itself, and a bias, relative to weights.
+        codes: those of uniform grids (but for awq's) move as well, each by up to half of lr a step. There are as many as
+            weights: a text that is read more than a few times is learnt by heart (`octofuse.own_text` makes more of it).
         progress: show a bar.
 
     Returns:
@@ -96,7 +153,11 @@ def distill_(
     if steps < 1 or lr <= 0:
         raise ValueError(f"steps, lr: expected at least 1 and more than 0, got {steps} and {lr}")
     before = _mean_divergence(model, teacher, ids)
-    learnt = _train(model, teacher, layers, ids, steps, lr, progress)
+    built = {
+        name: TrainedLinear(layer, weight_of(teacher.get_submodule(name)) if codes else None)
+        for name, layer in layers.items()
+    }
+    learnt = _train(model, teacher, built, ids, steps, lr, progress)
     old = {name: {key: getattr(layers[name], key) for key in learnt[name]} for name in layers}
     _assign(layers, learnt)
     after = _mean_divergence(model, teacher, ids)
@@ -109,7 +170,7 @@ def distill_(
 def _train(
     model: nn.Module,
     teacher: nn.Module,
-    layers: dict[str, PackedLinear],
+    built: dict[str, TrainedLinear],
     ids: list[Tensor],
     steps: int,
     lr: float,
@@ -118,12 +179,17 @@ def _train(
     """What was learnt for each layer; the model itself is only borrowed."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     training = model.training
-    built = {name: TrainedLinear(layer) for name, layer in layers.items()}
     try:
         model.requires_grad_(False).eval()
         for name, trained in built.items():
             replace_module(model, name, trained)
-        optimizer = torch.optim.Adam([p for trained in built.values() for p in trained.parameters()], lr=lr)
+        numbers = [trained.codes.numbers for trained in built.values() if trained.codes is not None]
+        chosen = set(map(id, numbers))
+        others = [p for trained in built.values() for p in trained.parameters() if id(p) not in chosen]
+        groups: list[dict[str, Any]] = [{"params": others}]
+        if numbers:
+            groups.append({"params": numbers, "lr": lr / 2})
+        optimizer = torch.optim.Adam(groups, lr=lr)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         for step in tracked(range(steps), "distilling", progress):
             optimizer.zero_grad()
@@ -136,8 +202,8 @@ def _train(
             schedule.step()
         return {name: trained.trained() for name, trained in built.items()}
     finally:
-        for name, layer in layers.items():
-            replace_module(model, name, layer)
+        for name, trained in built.items():
+            replace_module(model, name, trained.layer)
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
         model.train(training)
