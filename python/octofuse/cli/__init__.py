@@ -93,7 +93,8 @@ def quantize(
             text = batches or []
             if codes:
                 text = text + own_text(teacher, text, min(distill, OWN_TEXT))
-            divergence = distill_(loaded, teacher, text, steps=distill, codes=codes)
+            # Codes want slower steps: 400 of twice the size cost 1.64 % where these cost 1.42 (w4a16-g128-zp-gptq).
+            divergence = distill_(loaded, teacher, text, steps=distill, lr=1e-3 if codes else 2e-3, codes=codes)
             console.print("KL divergence from the float model: {:.4f} -> {:.4f} nats a token".format(*divergence))
         save(loaded, output, tokenizer)
         console.print(f"{output}: {scheme}, {before / 1e6:.1f} MB -> {weight_bytes(loaded) / 1e6:.1f} MB of weights")
