@@ -92,6 +92,9 @@ def test_quantise_and_distill(tmp_path) -> None:
     code, _, err = call("quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "w4a16-g128", "--codes")
     assert code == 1
     assert "codes: expected --distill of at least 1, got 0" in err
+    code, _, err = call("quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "bcq-q2-g128", *few, "--codes")
+    assert code == 1
+    assert "codes: expected a uniform scheme" in err
     assert not (tmp_path / "r").exists()
     code, out, err = call("quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "w2a16-g128", *few, "--codes")
     assert code == 0, err

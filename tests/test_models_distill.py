@@ -122,6 +122,7 @@ def test_what_does_not_help_leaves_the_model_as_it_was(wrong: str) -> None:
 def test_refusals() -> None:
     teacher = small_gpt2().eval()
     packed = quantize_(copy.deepcopy(teacher), "w4a16-g32", progress=False)
+    binary = quantize_(copy.deepcopy(teacher), "bcq-q2-g32", progress=False)
     mixed = quantize_(copy.deepcopy(teacher), "w4a16-g32", exceptions={"c_fc": "w8a8-dynamic"}, progress=False)
     for message, arguments, more in (
         ("model: expected packed layers and no other quantised ones, got none", (teacher, teacher, [ids()]), {}),
@@ -129,6 +130,7 @@ def test_refusals() -> None:
         ("teacher: expected the float model", (packed, packed, [ids()]), {}),
         ("batches: expected at least one, got none", (packed, teacher, []), {}),
         ("steps, lr: expected at least 1", (packed, teacher, [ids()]), {"steps": 0}),
+        ("codes: expected a layer with a uniform grid .* got bcq-q2-g32", (binary, teacher, [ids()]), {"codes": True}),
     ):
         with pytest.raises(ValueError, match=message):
             distill_(*arguments, progress=False, **more)

@@ -103,6 +103,24 @@ def test_int8_activations(device: str, name: str) -> None:
     assert torch.allclose(got.double(), want, rtol=1e-4, atol=1e-4)
 
 
+def test_int8_activations_compile_and_meet_an_offset() -> None:
+    layer, _ = layer_of("bcq-q2-g64", 40, 96, torch.float32, "cpu")
+    assert isinstance(layer, BCQLinear)
+    q, scale = quantize_per_token(torch.randn(6, 96))
+    offset = torch.randn(2, 40)
+
+    def run(x_scale: Tensor | float) -> Tensor:
+        return bcq_linear(q, layer.packed, layer.alpha, offset, group=64, x_scale=x_scale)
+
+    spread = offset.repeat_interleave(64, 0)[:96].t()
+    assert torch.allclose(run(scale), linear(q * scale, layer.dequantized() + spread), rtol=1e-4, atol=1e-4)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for given in (scale, 0.02):
+        assert torch.equal(compiled(given), run(given))
+    with pytest.raises(ValueError, match=r"x_scale: expected 1 or 6 elements, got shape \[5, 1\]"):
+        run(scale[1:])
+
+
 def test_wrong_operands_are_refused_by_name() -> None:
     layer, _ = layer_of("w4a16-g32-zp", 40, 96, torch.float32, "cpu")
     assert isinstance(layer, WeightOnlyLinear)

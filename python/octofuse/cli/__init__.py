@@ -70,6 +70,7 @@ def quantize(
     from octofuse.cli.common import calibration_batches, exceptions_of, load_float, pick_device
     from octofuse.generate import own_text
     from octofuse.models import distill_, quantize_, save, weight_bytes
+    from octofuse.models.distill import has_trainable_codes
     from octofuse.quant import WeightOnly, scheme_named
 
     with _plain_errors():
@@ -80,6 +81,8 @@ def quantize(
             raise ValueError("distill: expected weight-only schemes, such as bcq-q2-g128; int8 has no gradient")
         if codes and distill == 0:
             raise ValueError("codes: expected --distill of at least 1, got 0")
+        if codes and not any(isinstance(one, WeightOnly) and has_trainable_codes(one) for one in needed):
+            raise ValueError(f"codes: expected a uniform scheme, such as w4a16-g128 (not awq), got {scheme}")
         where = pick_device(device)
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise FileExistsError(f"output: expected a new or empty folder, got {output}")

@@ -12,8 +12,13 @@ from torch.nn.functional import kl_div, linear, pad
 from octofuse.models.quantize import tracked
 from octofuse.nn import QUANTISED, PackedLinear, WeightOnlyLinear, replace_module
 from octofuse.nn.linear import weight_of
-from octofuse.quant import grid
+from octofuse.quant import WeightOnly, grid
 from octofuse.quant.packing import pack
+
+
+def has_trainable_codes(scheme: WeightOnly) -> bool:
+    """Uniform grids; but what AWQ has folded into a layer before is not in the float weight."""
+    return scheme.code == "grid" and scheme.method != "awq"
 
 
 class _Rounded(torch.autograd.Function):
@@ -70,8 +75,7 @@ class TrainedLinear(nn.Module):
         self.levels = torch.stack([self._levels(of_planes, plane) for plane in range(of_planes.shape[1])])
         self.factor = nn.Parameter(torch.ones_like(self.first))
         self.codes: TrainedCodes | None = None
-        # What AWQ has folded into a layer before is not in the float weight.
-        if weight is not None and isinstance(layer, WeightOnlyLinear) and layer.scheme.method != "awq":
+        if weight is not None and isinstance(layer, WeightOnlyLinear) and has_trainable_codes(layer.scheme):
             self.codes = TrainedCodes(layer, self.levels[0], weight)
         if layer.bias is not None:
             self.unit = float(layer.dequantized().float().square().mean().sqrt())  # a bias moves as far as weights do
@@ -152,6 +156,9 @@ def distill_(
         raise ValueError("batches: expected at least one, got none")
     if steps < 1 or lr <= 0:
         raise ValueError(f"steps, lr: expected at least 1 and more than 0, got {steps} and {lr}")
+    if codes and not any(has_trainable_codes(layer.scheme) for layer in layers.values()):
+        found = ", ".join(sorted({layer.scheme.name for layer in layers.values()}))
+        raise ValueError(f"codes: expected a layer with a uniform grid (but for awq's), got {found}")
     before = _mean_divergence(model, teacher, ids)
     built = {
         name: TrainedLinear(layer, weight_of(teacher.get_submodule(name)) if codes else None)

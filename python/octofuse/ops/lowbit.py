@@ -185,7 +185,7 @@ def _lowbit_linear(
     if offset is None:
         rest = (x_scale, packed, scale, zero, bias, kind, bits, group, activation, residual, constant_weight)
         y = _C.lowbit_linear(x, *rest)
-        if y is None and x_scale is not None:
+        if y is None and x_scale is not None and x.is_cuda:
             y = _C.lowbit_linear(x.to(scale.dtype), *rest)
         if y is not None:
             return y
