@@ -1,7 +1,8 @@
 """Linears with weights of 1 to 8 bits beside fp16 F.linear and torch's own 4-bit kernel: device time and memory.
 
-Square shapes and those of a GPT-3 175B layer, fp16 activations, groups of 128 unless said, every kernel behind the one
-before it (but for the columns that say chained), over rotating weights larger than L2. w4a8 and w8a8: int8 activations.
+Square shapes, those of a GPT-3 175B layer and of other models, fp16 activations, groups of 128 unless said, every
+kernel behind the one before it (but for the columns that say chained), over rotating weights larger than L2. w4a8 and
+w8a8: int8 activations. Look-up tables: `lut_gemv`, where there is an nvcc.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+import lut_gemv
 from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
 from octofuse.ops.quantize import quantize_per_token
 from octofuse.quant.packing import packed_rows, packed_words
 from octofuse.testing.timing import Captured, device_times, energy, overlap
 
 SIZES = (4096, 7168, 8192, 12288)
+MODELS = ((1024, 4096), (5120, 5120), (6144, 4096), (11008, 4096), (4096, 11008), (13824, 5120), (28672, 8192))
 LAYERS = {"QKV": (36864, 12288), "output": (12288, 12288), "FFN1": (49152, 12288), "FFN2": (12288, 49152)}
 KINDS = (*((f"w{b}a16", "uniform", b) for b in (8, 6, 5, 4, 3, 2, 1)), *((f"bcq-q{q}", "planes", q) for q in (4, 3, 2, 1)),
          ("sparse12", "sparse12", 7))  # fmt: skip
-TOKENS = (1, 2, 4, 5, 8, 16, 32, 64, 65, 128, 256)
+TOKENS = (1, 2, 4, 5, 8, 16, 32, 64, 65, 128, 256, 512)
 GROUPS = (None, 256, 128, 64, 32)
 L2_BYTES = 128 << 20
 
@@ -90,6 +93,19 @@ def gemlite_calls(m: int, n: int, k: int) -> list[Call] | None:
     return [lambda f=f: f(x) for f in layers]
 
 
+def lut_calls(planes: int, n: int, k: int) -> list[Call] | None:
+    """One token by look-up tables (`lut_gemv`), group 128; None without nvcc."""
+    if lut_gemv.library() is None:
+        return None
+    calls: list[Call] = []
+    for _ in range(copies(n * k * planes // 8)):
+        x = torch.randn(1, k, device="cuda").half()
+        signs = torch.randint(-(2**31), 2**31 - 1, (planes, k // 32, n), dtype=torch.int32, device="cuda")
+        alpha = torch.rand(k // lut_gemv.GROUP, planes, n, device="cuda").half()
+        calls.append(lambda x=x, s=signs, a=alpha: lut_gemv.lut_linear(x, s, a))
+    return calls
+
+
 CHAINED = ", chained"  # each kernel may start while the one before it runs, as it does in octofuse.generate
 INT8 = {"w8a8": 8, "w4a8": 4}
 
@@ -116,6 +132,8 @@ def one_token(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
             megabytes[name] = round(size / 1e6, 2)
         for name, bits in INT8.items():
             columns[name] = lowbit_calls("uniform", bits, 1, n, n, int8=True)[0]
+        for planes in (4, 3, 2, 1):
+            columns[f"look-up tables, q = {planes}"] = lut_calls(planes, n, n)
         rows.append({"N = K": n, **times_of(columns), "MB": {"fp16": round(n * n * 2 / 1e6, 2), **megabytes}})
         del columns
         torch.cuda.empty_cache()
@@ -135,6 +153,20 @@ def several_tokens(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
             columns["w4a16" + CHAINED] = columns["w4a16"]
             columns["w4a8"] = lowbit_calls("uniform", 4, m, n, n, int8=True)[0]
             rows.append({"M": m, "N = K": n, **times_of(columns, 9)})
+            del columns
+            torch.cuda.empty_cache()
+    return rows
+
+
+def layers_of_models() -> list[dict[str, Any]]:
+    """Shapes that fill the GPU's SMs less evenly than squares of powers of two."""
+    rows = []
+    for n, k in MODELS:
+        for m in (1, 16, 64, 128):
+            columns: dict[str, list[Call] | None] = {"fp16 F.linear": float_calls(m, n, k)}
+            for name, kind, bits in (KINDS[0], KINDS[3], KINDS[8]):
+                columns[name] = lowbit_calls(kind, bits, m, n, k)[0]
+            rows.append({"M": m, "N": n, "K": k, **times_of(columns, 9)})
             del columns
             torch.cuda.empty_cache()
     return rows
@@ -177,10 +209,13 @@ def run(smoke: bool) -> dict[str, Any]:
     warm = torch.randn(8192, 8192, device="cuda").half()
     for _ in range(1 if smoke else 100):
         warm @ warm
+    if lut_gemv.library() is not None:
+        lut_gemv.check()
     return {
         "unit": "us",
         "one token": one_token(SIZES[:1] if smoke else SIZES),
         "several tokens": several_tokens((4096,) if smoke else (4096, 8192)),
+        "layers of models": [] if smoke else layers_of_models(),
         "groups": groups(4096 if smoke else 8192),
         "GPT-3 175B": [] if smoke else layers(),
     }

@@ -32,6 +32,10 @@ def main() -> None:
                 label=f"{prefix}, {size} squared",
                 markersize=4,
             )
+        tables = {q: row.get(f"look-up tables, q = {q}") for q in (4, 3, 2, 1)}
+        if None not in tables.values():
+            ratios = [megabytes["fp16"] / megabytes[f"bcq-q{q}"] for q in tables]
+            left.plot(ratios, list(tables.values()), "x:", label=f"look-up tables, {size} squared", markersize=4)
         left.axhline(row["fp16 F.linear"], color="grey", linewidth=0.7)
     left.set(
         xlabel="compression against fp16",

@@ -177,9 +177,9 @@ def lowbit_cases() -> int:
         ("planes", 2, False),
         ("sparse12", 7, False),
     )
-    for (kind, bits, zeros), (n, k), group in itertools.product(
-        kinds, ((33, 100), (40, 104), (144, 2176), (3216, 128)), (None, 32, 128)
-    ):
+    small = itertools.product(kinds, ((33, 100), (40, 104), (144, 2176), (3216, 128)), (None, 32, 128))
+    large = itertools.product(kinds[:4:3], ((4256, 512), (6144, 128), (8464, 128), (12800, 128)), (128,))
+    for (kind, bits, zeros), (n, k), group in (*small, *large):
         weight = Weight(kind, bits, group, n, k, zeros, torch.float16, device="cpu")
         packed, scale, bias = (t.cuda() for t in (weight.packed, weight.scale, weight.bias))
         zero = None if weight.zero is None else weight.zero.cuda()

@@ -107,10 +107,24 @@ def test_bfloat16_and_long_rows(kind: str, bits: int) -> None:
             weight.check(weight.tokens(m))
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("uniform", 4), ("uniform", 3), ("planes", 2), ("sparse12", 7)])
-@pytest.mark.parametrize(("n", "k", "most"), [(200, 104, 128), (200, 1600, 128), (200, 12288, 128), (4352, 1600, 256)])
-def test_a_token_keeps_its_bits(kind: str, bits: int, n: int, k: int, most: int) -> None:
+SOME = [("uniform", 4), ("uniform", 3), ("uniform", 6), ("planes", 2), ("sparse12", 7)]
+# Each way to cut N and K into blocks.
+BLOCKS = [(200, 104), (200, 1600), (200, 12288), (4096, 1040), (4352, 1600), (6144, 512), (10240, 256), (13312, 256)]
+
+
+@pytest.mark.parametrize(("kind", "bits"), SOME)
+@pytest.mark.parametrize(("n", "k"), BLOCKS)
+def test_every_block(kind: str, bits: int, n: int, k: int) -> None:
+    weight = Weight(kind, bits, 64, n, k, kind == "uniform", torch.bfloat16)
+    for m in (24, 50, 120, 250):
+        weight.check(weight.tokens(m))
+
+
+@pytest.mark.parametrize(("kind", "bits"), SOME)
+@pytest.mark.parametrize(("n", "k"), BLOCKS)
+def test_a_token_keeps_its_bits(kind: str, bits: int, n: int, k: int) -> None:
     """Whatever stands beside it, and again: up to 4 tokens, and from 5 to as many as the kernels take."""
+    most = 128 if k == 12288 else 256
     weight = Weight(kind, bits, 128 if k > 128 else None, n, k, False, torch.float16)
     x = weight.tokens(most)
     alone = torch.cat([weight.multiply(x[i : i + 1]) for i in range(8)])
@@ -118,7 +132,7 @@ def test_a_token_keeps_its_bits(kind: str, bits: int, n: int, k: int, most: int)
         assert torch.equal(weight.multiply(x[:m]), alone[:m]), m
         assert torch.equal(weight.multiply(x[8 - m : 8]), alone[8 - m :]), m
     together = weight.multiply(x)
-    for m in (5, 8, 9, 16, 31, 32, 33, 64, 65, most // 2 + 2, most - 1):
+    for m in (5, 8, 9, 16, 31, 32, 33, 64, 65, 100, most // 2 + 2, most - 1):
         assert torch.equal(weight.multiply(x[:m]), together[:m]), m
         assert torch.equal(weight.multiply(x[most - m :]), together[most - m :]), m
     assert torch.equal(weight.multiply(x.view(4, -1, k)).view(most, -1), together)
@@ -165,8 +179,12 @@ def test_views_of_tokens(m: int) -> None:
     for pitch, first in itertools.product((304, 301), (0, 1, 8)):
         view = torch.randn(m, pitch, device="cuda").half()[:, first : first + 256]
         weight.check(view)
-        if m <= 4 or (pitch == 304 and first != 1):
-            assert torch.equal(weight.multiply(view), weight.multiply(view.contiguous()))
+        assert torch.equal(weight.multiply(view), weight.multiply(view.contiguous()))
+    ragged = Weight("uniform", 4, 128, 48, 100, False, torch.float16)  # K that leaves no row but the first aligned
+    x = ragged.tokens(m)
+    ragged.check(x)
+    aligned = torch.zeros(m, 104, device="cuda").half()[:, :100]
+    assert torch.equal(ragged.multiply(x), ragged.multiply(aligned.copy_(x)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

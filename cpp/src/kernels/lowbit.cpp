@@ -1,14 +1,23 @@
 // Which low-bit kernel takes a call.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 #include "kernels/lowbit_kernels.h"
+#include "kernels/lowbit_shape.h"
 #include "octofuse/device.h"
 
 namespace octofuse {
 namespace {
 
-// From more on a weight that is dequantised once and cuBLAS are faster (measured): sooner where blocks are few.
-int most_tokens(const LowbitArgs& args) { return args.n <= lowbit::kFewRows ? 128 : 256; }
+// From more on a weight that is dequantised once and cuBLAS are faster (measured from 768 x 768 to 28672 x 8192): to
+// write it costs as many bytes again and again, but many tiles of tokens each make their weights themselves.
+int most_tokens(const LowbitArgs& args) {
+  if (lowbit::Shape::is_split_by_4(args.n, (args.k + 127) / 128)) return 128;
+  const bool planes = args.format == LowbitFormat::kPlanes;
+  const int64_t several = int64_t{args.n} * args.k >> (planes ? 18 : 17);
+  return static_cast<int>(std::clamp<int64_t>(several, 256, planes ? 512 : 1024));
+}
 
 enum class Kernel { kNone, kGemv, kGemvBits, kGemm };
 

@@ -17,10 +17,11 @@ struct Kind {
   static constexpr int kStrips = kStrips_;
   using Code = Codes<kFormat, kBits>;
   using Stage = lowbit::Stage<Code, kGroups, kStrips>;
+  static constexpr int kBytes = Stage::kBytes;
   // Much on its way keeps memory busy while tokens are converted; less does where these need the room. Below 4 bits
   // instructions bound the kernel, and a deeper ring was slower.
-  static constexpr int kDeep = stages_in((Stage::kTile < 1024 ? 112 : 160) << 10, kParts* Stage::kBytes);
-  static constexpr int kShallow = stages_in(72 << 10, kParts* Stage::kBytes);
+  static constexpr int kDeep = stages_in((Stage::kTile < 1024 ? 112 : 160) << 10, kParts* kBytes);
+  static constexpr int kShallow = stages_in(72 << 10, kParts* kBytes);
 };
 
 // A chunk's products: `x` this lane's 16 bytes of its token; `facts` of its token.
@@ -104,10 +105,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
     wait_for_earlier_kernels();
     x_tokens.load();
     asm volatile("cp.async.wait_all;" ::: "memory");
-  } else if (stages == Kind::kDeep) {
-    asm volatile("cp.async.wait_group %0;" : : "n"(Kind::kDeep - 1) : "memory");
   } else {
-    asm volatile("cp.async.wait_group %0;" : : "n"(Kind::kShallow - 1) : "memory");
+    wait_for_copies<Kind, 1>(stages);
   }
   x_tokens.convert(kFactor<Kind::kFormat>);
   __syncthreads();
@@ -124,18 +123,14 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
 #pragma unroll 1
   for (int strip = first; strip < strips; strip += next) {
     const Place<kRows> place(args, strip);
-    Addends addends;
-    if (place.exists) addends = args.epilogue.load(place.token, place.n);  // needed when the strips are summed
+    Addends<1> addends;
+    if (place.exists) addends = args.epilogue.load<1>(place.token, place.n);  // needed when the strips are summed
     float y[Kind::kStrips][2] = {};
     const char* columns = x;
     const TokenChunk* of_columns = facts;
 #pragma unroll 1
     for (int chunk = part; chunk < chunks; chunk += kParts) {
-      if (stages == Kind::kDeep) {  // all but the youngest copies; an immediate
-        asm volatile("cp.async.wait_group %0;" : : "n"(Kind::kDeep - 2) : "memory");
-      } else {
-        asm volatile("cp.async.wait_group %0;" : : "n"(Kind::kShallow - 2) : "memory");
-      }
+      wait_for_copies<Kind, 2>(stages);
       __syncwarp();  // this stage has arrived, and the one before has been read
       bring(before);
       multiply<Kind>(args.w, columns, of_columns, tokens, stage, lane, y);
@@ -153,82 +148,67 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
     __syncthreads();
     if (place.exists) {
       const float* const sums = parts + static_cast<int>(threadIdx.x);
-      args.epilogue.store(sum_of_parts([&](int i) { return sums[i * pitch]; }), addends, place.token, place.n);
+      const float sum[1] = {sum_of_parts([&](int i) { return sums[i * pitch]; })};
+      args.epilogue.store(sum, addends, place.token, place.n);
     }
     turn ^= 1;
   }
 }
 
-template <class Kind>
-int bytes_of(GemvArgs& args, int stages) {
-  return args.lay_out(Kind::kStrips, kParts * stages * Kind::Stage::kBytes);
-}
-
-template <class Kind>
-void launch(GemvArgs args, int device, cudaStream_t stream) {
-  static DeviceFlags raised;
-  const auto* function = reinterpret_cast<const void*>(gemv_kernel<Kind>);
-  const int most = device_capability(device).shared_memory;
-  allow_shared_memory(function, most, device, raised);
-  args.stages = bytes_of<Kind>(args, Kind::kDeep) <= most ? Kind::kDeep : Kind::kShallow;
-  launch_kernel("lowbit_gemv", function, dim3(static_cast<unsigned>(args.blocks(Kind::kStrips))), dim3(kThreads),
-                bytes_of<Kind>(args, args.stages), dim3(1), args.chained, &args, stream);
-}
-
-// f(Kind()) for the kernel of these arguments. Two strips at a time share what is done once for a chunk; where there
+// The kernel of these arguments. Two strips at a time share what is done once for a chunk; where there
 // are few, or a stage is large enough, more blocks or stages count for more. Narrow codes come here for more than one
 // token, or where rows of scales are not aligned: one kernel has to do.
-template <LowbitFormat kFormat, int kBits, int kGroups, class F>
-auto with_strips(const GemvArgs& args, F f) {
+template <class Kind>
+Gemv kernel_of() {
+  return gemv_of<Kind>(gemv_kernel<Kind>);
+}
+
+template <LowbitFormat kFormat, int kBits, int kGroups>
+Gemv with_strips(const GemvArgs& args) {
   constexpr int kTile = Codes<kFormat, kBits>::kBytes * Codes<kFormat, kBits>::kCount;
   if constexpr (kTile == 1024 && kGroups < 4) {
-    if (args.few_strips) return f(Kind<kFormat, kBits, kGroups, 1>());
+    if (args.few_strips) return kernel_of<Kind<kFormat, kBits, kGroups, 1>>();
   }
-  return f(Kind<kFormat, kBits, kGroups, kTile <= 1024 ? 2 : 1>());
+  return kernel_of<Kind<kFormat, kBits, kGroups, kTile <= 1024 ? 2 : 1>>();
 }
 
-template <LowbitFormat kFormat, int kBits, class F>
-auto with_kind(const GemvArgs& args, F f) {
+template <LowbitFormat kFormat, int kBits>
+Gemv with_groups(const GemvArgs& args) {
   const int segments = args.w.groups.segments;
   if constexpr (kFormat == LowbitFormat::kUniform && (kBits == 4 || kBits == 8)) {
-    if (segments == 2 && args.w.wide) return with_strips<kFormat, kBits, 2>(args, f);
-    if (segments == 4 && args.w.wide) return with_strips<kFormat, kBits, 4>(args, f);
+    if (segments == 2 && args.w.wide) return with_strips<kFormat, kBits, 2>(args);
+    if (segments == 4 && args.w.wide) return with_strips<kFormat, kBits, 4>(args);
   }
   if constexpr (kBits != 7) {
-    if (segments == 1 && args.w.wide) return with_strips<kFormat, kBits, 1>(args, f);
+    if (segments == 1 && args.w.wide) return with_strips<kFormat, kBits, 1>(args);
   }
-  return f(Kind<kFormat, kBits, 0, 1>());
+  return kernel_of<Kind<kFormat, kBits, 0, 1>>();
 }
 
-template <LowbitFormat kFormat, int kBits, class F>
-auto with_bits(int bits, const GemvArgs& args, F f) {
+template <LowbitFormat kFormat, int kBits>
+Gemv with_bits(int bits, const GemvArgs& args) {
   if constexpr (kBits > 1) {
-    if (bits < kBits) return with_bits<kFormat, kBits - 1>(bits, args, f);
+    if (bits < kBits) return with_bits<kFormat, kBits - 1>(bits, args);
   }
-  return with_kind<kFormat, kBits>(args, f);
+  return with_groups<kFormat, kBits>(args);
 }
 
-template <class F>
-auto with_kernel(const LowbitArgs& given, const GemvArgs& args, F f) {
-  const auto call = [&](auto kind) { return f(kind, args); };
-  if (given.format == LowbitFormat::kUniform) return with_bits<LowbitFormat::kUniform, 8>(given.bits, args, call);
-  if (given.format == LowbitFormat::kPlanes) return with_bits<LowbitFormat::kPlanes, 8>(given.bits, args, call);
-  return with_kind<LowbitFormat::kSparse12, 8>(args, call);
+Gemv kernel_for(const LowbitArgs& given, const GemvArgs& args) {
+  if (given.format == LowbitFormat::kUniform) return with_bits<LowbitFormat::kUniform, 8>(given.bits, args);
+  if (given.format == LowbitFormat::kPlanes) return with_bits<LowbitFormat::kPlanes, 8>(given.bits, args);
+  return with_groups<LowbitFormat::kSparse12, 8>(args);
 }
 
 }  // namespace
 
-bool takes_gemv(const LowbitArgs& args, int device) {
-  const int most = device_capability(device).shared_memory;
-  return args.m <= 4 && with_kernel(args, GemvArgs(args, false, device), [&](auto kind, GemvArgs of) {
-           using Kind = decltype(kind);
-           return bytes_of<Kind>(of, Kind::kShallow) <= most;
-         });
+bool takes_gemv(const LowbitArgs& given, int device) {
+  const GemvArgs args(given, false, device);
+  return given.m <= 4 && kernel_for(given, args).fits(args, device);
 }
 
-void run_gemv(const LowbitArgs& args, int device, cudaStream_t stream) {
-  with_kernel(args, GemvArgs(args, is_chained(stream, device), device),
-              [&](auto kind, const GemvArgs& of) { launch<decltype(kind)>(of, device, stream); });
+void run_gemv(const LowbitArgs& given, int device, cudaStream_t stream) {
+  const GemvArgs args(given, is_chained(stream, device), device);
+  kernel_for(given, args).launch("lowbit_gemv", args, device, stream);
 }
 
 }  // namespace octofuse::lowbit

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "kernels/launch.h"
 #include "kernels/lowbit_stage.cuh"
 #include "kernels/lowbit_tokens.cuh"
 #include "octofuse/device.h"
@@ -51,20 +52,60 @@ struct GemvArgs {
         places{},
         w(args),
         epilogue(args) {}
+};
 
-  int blocks(int of_strips) const { return std::min((strips + of_strips - 1) / of_strips, sm_count); }
+// A kernel as the host sees it.
+struct Gemv {
+  const void* function;
+  DeviceFlags* raised;
+  int strips, stage_bytes;
+  int deep, shallow;  // stages of a warp where they fit, and where they do not
 
-  // The block's shared memory, with rings of `bytes`.
-  int lay_out(int of_strips, int bytes) {
-    const int tokens = 1 << log_tokens;
-    places.facts = w.chunks * tokens * 2 * kChunk;
-    places.parts = (places.facts + w.chunks * w.groups.segments * tokens * 8 + 15) / 16 * 16;
-    places.ring = places.parts + 2 * kParts * of_strips * kStrip * tokens * 4;
-    return places.ring + bytes;
+  bool fits(GemvArgs args, int device) const {
+    return lay_out(args, shallow) <= device_capability(device).shared_memory;
+  }
+
+  void launch(const char* name, GemvArgs args, int device, cudaStream_t stream) const {
+    const int most = device_capability(device).shared_memory;
+    allow_shared_memory(function, most, device, *raised);
+    const bool has_room = lay_out(args, deep) <= most;
+    const int shared = lay_out(args, has_room ? deep : shallow);
+    const int blocks = std::min((args.strips + strips - 1) / strips, args.sm_count);
+    launch_kernel(name, function, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), shared, dim3(1), args.chained,
+                  &args, stream);
+  }
+
+ private:
+  // The block's shared memory, with so many stages a warp.
+  int lay_out(GemvArgs& args, int stages) const {
+    const int tokens = 1 << args.log_tokens;
+    Places& places = args.places;
+    args.stages = stages;
+    places.facts = args.w.chunks * tokens * 2 * kChunk;
+    places.parts = (places.facts + args.w.chunks * args.w.groups.segments * tokens * 8 + 15) / 16 * 16;
+    places.ring = places.parts + 2 * kParts * strips * kStrip * tokens * 4;
+    return places.ring + kParts * stages * stage_bytes;
   }
 };
 
+// Kind has kBytes of a stage, and these numbers.
+template <class Kind>
+Gemv gemv_of(void (*kernel)(GemvArgs)) {
+  static DeviceFlags raised;
+  return {reinterpret_cast<const void*>(kernel), &raised, Kind::kStrips, Kind::kBytes, Kind::kDeep, Kind::kShallow};
+}
+
 #ifdef __CUDACC__
+
+// All copies but the youngest, as many groups of them as there are stages but for `kBut`: an immediate.
+template <class Kind, int kBut>
+__device__ inline void wait_for_copies(int stages) {
+  if (Kind::kDeep == Kind::kShallow || stages != Kind::kDeep) {
+    asm volatile("cp.async.wait_group %0;" : : "n"(Kind::kShallow - kBut) : "memory");
+  } else {
+    asm volatile("cp.async.wait_group %0;" : : "n"(Kind::kDeep - kBut) : "memory");
+  }
+}
 
 // The tokens' way into shared memory, a chunk of one of them by a warp: as they are, then as integers in the same 256
 // bytes.
@@ -99,11 +140,10 @@ class Tokens {
       const int left = args_.k * bytes - k;  // and zeros behind the last column
       const char* const from = static_cast<const char*>(args_.x) + token * args_.ldx * bytes + k;
       char* const to = memory_ + item * 2 * kChunk + at;
-      if (args_.wide_x) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                     :
-                     : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "r"(min(max(left, 0), 16))
-                     : "memory");
+      if (args_.wide_x && left >= 16) {
+        copy_to_stage(static_cast<uint32_t>(__cvta_generic_to_shared(to)), from);
+      } else if (left <= 0) {
+        *reinterpret_cast<uint4*>(to) = uint4{};
       } else {
 #pragma unroll 1
         for (int i = 0; i < 16; i += bytes) copy_column(from + i, to + i, i < left);

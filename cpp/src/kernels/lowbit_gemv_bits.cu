@@ -15,7 +15,6 @@ namespace {
 constexpr int kPlane = 256;      // bytes of a tile's plane
 constexpr int kRing = 84 << 10;  // bytes of all warps' stages: room for another block beside it
 constexpr int kSmall = 640;      // bytes of a chunk: then two of them share the work around them
-constexpr int kFewStages = 3;
 
 // A kernel at compile time. kCount: bits of uniform codes, or planes.
 template <LowbitFormat kFormat, int kCount, int kGroups_, int kStrips_>
@@ -30,18 +29,9 @@ struct Kind {
   static constexpr int kChunks = Stage::kBytes <= kSmall ? 2 : 1;  // of a stage
   static constexpr int kBytes = kChunks * Stage::kBytes;           // of a stage
   static constexpr int kMany = kRing / (kParts * kBytes);
-  static constexpr int kStages = kMany < kFewStages ? kFewStages : kMany > 8 ? 8 : kMany;
+  static constexpr int kShallow = 3;
+  static constexpr int kDeep = kMany < kShallow ? kShallow : kMany > 8 ? 8 : kMany;
 };
-
-// All copies but the youngest, as many groups of them as there are stages but for `kBut`.
-template <class Kind, int kBut>
-__device__ inline void wait_for_copies(int stages) {
-  if (Kind::kStages == kFewStages || stages != Kind::kStages) {
-    asm volatile("cp.async.wait_group %0;" : : "n"(kFewStages - kBut) : "memory");
-  } else {
-    asm volatile("cp.async.wait_group %0;" : : "n"(Kind::kStages - kBut) : "memory");
-  }
-}
 
 // ---- products ----
 
@@ -201,8 +191,8 @@ __global__ void __launch_bounds__(kThreads, 2) bits_kernel(const __grid_constant
 #pragma unroll 1
   for (int strip = first; strip < strips; strip += next) {
     const Place<kRows> place(args, strip);
-    Addends addends;
-    if (place.exists) addends = args.epilogue.load(place.token, place.n);  // needed when the strips are summed
+    Addends<1> addends;
+    if (place.exists) addends = args.epilogue.load<1>(place.token, place.n);  // needed when the strips are summed
     float y = 0.0F;
     const char* columns = x;
     const TokenChunk* of_columns = facts;
@@ -228,7 +218,8 @@ __global__ void __launch_bounds__(kThreads, 2) bits_kernel(const __grid_constant
     __syncthreads();
     if (place.exists) {
       const float* const sums = parts + static_cast<int>(threadIdx.x);
-      args.epilogue.store(sum_of_parts([&](int i) { return sums[i * kRows]; }), addends, place.token, place.n);
+      const float sum[1] = {sum_of_parts([&](int i) { return sums[i * kRows]; })};
+      args.epilogue.store(sum, addends, place.token, place.n);
     }
     turn ^= 1;
   }
@@ -237,58 +228,43 @@ __global__ void __launch_bounds__(kThreads, 2) bits_kernel(const __grid_constant
 // ---- launch ----
 
 template <class Kind>
-int bytes_of(GemvArgs& args, int stages) {
-  return args.lay_out(Kind::kStrips, kParts * stages * Kind::kBytes);
+Gemv kernel_of() {
+  return gemv_of<Kind>(bits_kernel<Kind>);
 }
 
-template <class Kind>
-void launch(GemvArgs args, int device, cudaStream_t stream) {
-  static DeviceFlags raised;
-  const auto* function = reinterpret_cast<const void*>(bits_kernel<Kind>);
-  const int most = device_capability(device).shared_memory;
-  allow_shared_memory(function, most, device, raised);
-  args.stages = bytes_of<Kind>(args, Kind::kStages) <= most ? Kind::kStages : kFewStages;
-  launch_kernel("lowbit_gemv_bits", function, dim3(static_cast<unsigned>(args.blocks(Kind::kStrips))), dim3(kThreads),
-                bytes_of<Kind>(args, args.stages), dim3(1), args.chained, &args, stream);
+// Two strips at a time share what is done once for a chunk; where there are few, more blocks count for more.
+template <LowbitFormat kFormat, int kCount, int kGroups>
+Gemv with_strips(const GemvArgs& args) {
+  if (args.few_strips) return kernel_of<Kind<kFormat, kCount, kGroups, 1>>();
+  return kernel_of<Kind<kFormat, kCount, kGroups, 2>>();
 }
 
-// f(Kind()) for these arguments. Two strips at a time share what is done once for a chunk; where there are few, more
-// blocks count for more.
-template <LowbitFormat kFormat, int kCount, int kGroups, class F>
-auto with_strips(const GemvArgs& args, F f) {
-  if (args.few_strips) return f(Kind<kFormat, kCount, kGroups, 1>());
-  return f(Kind<kFormat, kCount, kGroups, 2>());
-}
-
-template <LowbitFormat kFormat, int kCount, class F>
-auto with_count(const GemvArgs& args, int count, F f) {
+template <LowbitFormat kFormat, int kCount>
+Gemv with_count(const GemvArgs& args, int count) {
   if constexpr (kCount > 1) {
-    if (count < kCount) return with_count<kFormat, kCount - 1>(args, count, f);
+    if (count < kCount) return with_count<kFormat, kCount - 1>(args, count);
   }
-  if (args.w.groups.segments == 4) return f(Kind<kFormat, kCount, 4, 2>());
-  if (args.w.groups.segments == 2) return with_strips<kFormat, kCount, 2>(args, f);
-  return with_strips<kFormat, kCount, 1>(args, f);
+  if (args.w.groups.segments == 4) return kernel_of<Kind<kFormat, kCount, 4, 2>>();
+  if (args.w.groups.segments == 2) return with_strips<kFormat, kCount, 2>(args);
+  return with_strips<kFormat, kCount, 1>(args);
 }
 
-template <class F>
-auto with_kernel(const LowbitArgs& given, const GemvArgs& args, F f) {
-  if (given.format == LowbitFormat::kPlanes) return with_count<LowbitFormat::kPlanes, 4>(args, given.bits, f);
-  return with_count<LowbitFormat::kUniform, 3>(args, given.bits, f);
+Gemv kernel_for(const LowbitArgs& given, const GemvArgs& args) {
+  if (given.format == LowbitFormat::kPlanes) return with_count<LowbitFormat::kPlanes, 4>(args, given.bits);
+  return with_count<LowbitFormat::kUniform, 3>(args, given.bits);
 }
 
 }  // namespace
 
 bool takes_gemv_bits(const LowbitArgs& given, int device) {
   const int most = given.format == LowbitFormat::kPlanes ? 4 : given.format == LowbitFormat::kUniform ? 3 : 0;
-  GemvArgs args(given, false, device);
-  return given.m == 1 && given.bits <= most && args.w.wide && with_kernel(given, args, [&](auto kind) {
-           return bytes_of<decltype(kind)>(args, kFewStages) <= device_capability(device).shared_memory;
-         });
+  const GemvArgs args(given, false, device);
+  return given.m == 1 && given.bits <= most && args.w.wide && kernel_for(given, args).fits(args, device);
 }
 
 void run_gemv_bits(const LowbitArgs& given, int device, cudaStream_t stream) {
   const GemvArgs args(given, is_chained(stream, device), device);
-  with_kernel(given, args, [&](auto kind) { launch<decltype(kind)>(args, device, stream); });
+  kernel_for(given, args).launch("lowbit_gemv_bits", args, device, stream);
 }
 
 }  // namespace octofuse::lowbit

@@ -60,6 +60,8 @@ class Levels {
 
  public:
   static constexpr uint32_t kBase = kIsHalf ? 0x64006400U : 0x43004300U;
+  // Codes of 4 bits join where they are: those of row 1 are 16 times too large, and their offset is 64 more.
+  static constexpr bool kNibbles = kType == DType::kFloat16 && Code::kWidth == 4 && !Code::kSparse;
 
   // base: kBase, which the compiler must not know: then it stays in a register, and instructions that have room for one
   // literal stay whole. Without zero points their middle stands for one.
@@ -67,14 +69,14 @@ class Levels {
     if (kHasHalf && !has_zeros) addend_factor_ = pair_of<kType>(0.5F);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      offset_[i] = kBase + twice(kMiddle);
+      offset_[i] = first_offset(i) + twice(kMiddle * factor(i));
       zero_[i] = 0;
     }
   }
 
   __device__ void set_zero(int row, uint8_t zero) {
     if constexpr (kIsHalf) {
-      offset_[row] = base_ + twice(zero);
+      offset_[row] = (factor(row) == 1 ? base_ : first_offset(row)) + twice(zero * factor(row));
     } else {  // 128 + zero may need 9 bits
       offset_[row] = kBase;
       zero_[row] = pair_of<kType>(zero);
@@ -91,6 +93,16 @@ class Levels {
     }
   }
 
+  // Row 0's are the low nibbles, row 1's the high ones; of bytes 0 and 2 in a[row], of 1 and 3 in a[row + 2].
+  __device__ void of_nibbles(uint32_t word, uint32_t* a) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t shifted = i == 0 ? word : word >> 8;
+      a[2 * i] = scaled(0, subtract_pairs<kType>((shifted & 0x000F000FU) | base_, offset_[0]));
+      a[2 * i + 1] = scaled(1, fma_pairs<kType>((shifted & 0x00F000F0U) | base_, 0x2C002C00U, offset_[1]));
+    }
+  }
+
   // Weights of bytes 0 and 2, then of 1 and 3.
   __device__ void weights(int row, uint32_t codes, uint32_t& even, uint32_t& odd) const {
     if constexpr (Code::kSparse) codes ^= 0x80808080U;
@@ -99,6 +111,14 @@ class Levels {
   }
 
  private:
+  // How far a code's bits are from one another, and the number that stands for 0.
+  static constexpr int factor(int row) { return kNibbles && row == 1 ? 16 : 1; }
+  static constexpr uint32_t first_offset(int row) { return factor(row) == 1 ? kBase : 0xD400D400U; }
+
+  __device__ uint32_t scaled(int row, uint32_t level) const {
+    return kHasHalf ? fma_pairs<kType>(level, scale_[row], addend_[row]) : multiply_pairs<kType>(level, scale_[row]);
+  }
+
   __device__ uint32_t weight(int row, uint32_t joined) const {
     uint32_t level = subtract_pairs<kIntegers>(joined, offset_[row]);
     if constexpr (!kIsHalf) level = subtract_pairs<kIntegers>(level, zero_[row]);
@@ -108,7 +128,7 @@ class Levels {
       const __nv_bfloat162 rounded = __floats2bfloat162_rn(__fmul_rn(both.x, scale), __fmul_rn(both.y, scale));
       return *reinterpret_cast<const uint32_t*>(&rounded);
     } else {
-      return kHasHalf ? fma_pairs<kType>(level, scale_[row], addend_[row]) : multiply_pairs<kType>(level, scale_[row]);
+      return scaled(row, level);
     }
   }
 };

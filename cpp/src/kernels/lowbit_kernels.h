@@ -15,9 +15,6 @@ void run_gemv_bits(const LowbitArgs& args, int device, cudaStream_t stream);
 bool takes_gemv(const LowbitArgs& args, int device);
 void run_gemv(const LowbitArgs& args, int device, cudaStream_t stream);
 
-// With so many rows blocks of 64 are few: two share K, and fit an SM each.
-constexpr int kFewRows = 64 * 66;
-
 // lowbit_gemm.cu, sm_90a: any number of tokens whose rows, and those of the scales, TMA can read.
 bool takes_gemm(const LowbitArgs& args);
 void run_gemm(const LowbitArgs& args, int device, cudaStream_t stream);

@@ -9,8 +9,6 @@
 
 namespace octofuse::lowbit {
 
-constexpr int kSummers = 512;  // threads: more would have too few registers
-constexpr int kThreads = kSummers + 128;
 constexpr int kMostStages = 16;
 constexpr int kHalves = 2;          // of a chunk: 64 columns, a row of TMA's widest swizzle
 constexpr int kShared = 227 << 10;  // of a block
@@ -29,17 +27,21 @@ struct Places {
 struct GemmArgs {
   Epilogue epilogue;
   Groups groups;
-  int m, n, chunks, planes;
-  int split;        // blocks that share K
-  int tokens_read;  // rows of x's box
-  uint32_t base;    // Levels'
+  int m, n, planes;
+  int split;                      // blocks that share K
+  int part_chunks, longer_parts;  // K's parts have so many chunks, the first ones one more
+  int tokens_read;                // rows of x's box
+  uint32_t base;                  // Levels'
   bool has_zeros, constant_weight;
   Places places;
   CUtensorMap codes, scales, zeros, x;
 };
 
-// A kernel at compile time. A block's warpgroups share K, in groups of as many as its rows need: with 128 rows tokens
-// are read half as often, with 64 there are more blocks.
+// Of a token's outputs in shared memory.
+constexpr int pitch_of(int rows) { return rows + 4; }
+
+// A kernel at compile time. A block's warpgroups share K, in groups of as many as its rows need. Sums of 128 tokens
+// take the registers of twice the threads: a group then has two parts of K, one after the other.
 template <LowbitFormat kFormat_, int kBits, DType kType_, int kTokens_, int kRows_>
 struct Kind {
   static constexpr LowbitFormat kFormat = kFormat_;
@@ -48,28 +50,17 @@ struct Kind {
   static constexpr int kRows = kRows_;
   static constexpr int kStrips = kRows / kStrip;
   using Code = Codes<kFormat, kBits>;
-  static constexpr int kValues = kTokens / 2;  // sums of a thread
-  static constexpr int kOfGroup = 2 * kRows;   // threads
+  static constexpr int kValues = kTokens / 2;                                     // sums of a thread
+  static constexpr int kParts = kRows == 64 ? 4 : kRows == 128 ? 2 : 1;           // of K, of a block
+  static constexpr int kSummers = kRows == 192 ? 384 : kTokens > 64 ? 256 : 512;  // threads that multiply
+  static constexpr int kThreads = kSummers + 128;
+  static constexpr int kOfGroup = 2 * kRows;  // threads
   static constexpr int kGroups = kSummers / kOfGroup;
+  static constexpr int kTurns = kParts / kGroups;       // parts of a group
   static constexpr int kTokenBytes = kTokens * kChunk;  // of half a chunk
-  static constexpr int kPitch = kRows + 4;              // of a token's outputs
-  static constexpr int kOutputs = kTokens * kPitch;     // of a group
+  static constexpr int kPitch = pitch_of(kRows);
+  static constexpr int kOutputs = kTokens * kPitch;  // of a group
 };
-
-template <class Kind>
-Places places_of(const GemmArgs& args) {
-  Places places;
-  const int rows = args.groups.segments * Kind::kRows;
-  places.tile = Kind::Code::kBytes * (Kind::Code::kPlanes ? args.planes : 1);
-  places.codes = kHalves * Kind::kTokenBytes;
-  places.scales = places.codes + Kind::kStrips * places.tile;
-  places.zeros = places.scales + args.planes * rows * 2;
-  const int end = places.zeros + (args.has_zeros ? rows : 0);
-  places.stage = (end + 1023) / 1024 * 1024;  // the swizzle's unit
-  // At least 2: a stage comes free when the next one is being multiplied.
-  places.stages = std::min((kShared - kBarriers) / places.stage, kMostStages) / Kind::kGroups;
-  return places;
-}
 
 struct Barriers {
   FullBarrier full[kMostStages];
@@ -83,16 +74,20 @@ __device__ int first_token(const GemmArgs& args) {
   return max(0, min(static_cast<int>(blockIdx.z) * Kind::kTokens, args.m - Kind::kTokens));
 }
 
-// A group's part of K.
+// Parts of K of a group: as many as `turns`, from its turn `turn` on.
+template <class Kind>
 struct Part {
   int first, end;  // chunks
 
-  __device__ Part(const GemmArgs& args, unsigned groups, unsigned group) {
-    const unsigned parts = static_cast<unsigned>(args.split * groups);
-    const unsigned part = blockIdx.y * groups + group;
-    const auto chunks = static_cast<unsigned>(args.chunks);  // of at most 131071 columns
-    first = static_cast<int>(chunks * part / parts);
-    end = static_cast<int>(chunks * (part + 1) / parts);
+  __device__ Part(const GemmArgs& args, int group, int turn, int turns) {
+    const int part = static_cast<int>(blockIdx.y) * Kind::kParts + group * Kind::kTurns + turn;
+    first = chunk_of(args, part);
+    end = chunk_of(args, part + turns);
+  }
+
+ private:
+  __device__ static int chunk_of(const GemmArgs& args, int part) {
+    return part * args.part_chunks + min(part, args.longer_parts);
   }
 };
 
@@ -118,7 +113,7 @@ class Feeder {
   const GemmArgs& args_;
   Barriers& barriers_;
   char* ring_;
-  const Part part_;
+  const Part<Kind> part_;
   int first_slot_, stages_, stage_, tile_, block_;
   uint32_t bytes_;  // of a chunk
 
@@ -127,7 +122,7 @@ class Feeder {
       : args_(args),
         barriers_(barriers),
         ring_(ring),
-        part_(args, Kind::kGroups, static_cast<unsigned>(group)),
+        part_(args, group, 0, Kind::kTurns),
         first_slot_(group * args.places.stages),
         stages_(args.places.stages),
         stage_(args.places.stage),
@@ -140,6 +135,7 @@ class Feeder {
 
   // Weights for every stage once; what nothing in flight writes before earlier kernels have ended.
   __device__ void start() const {
+#pragma unroll 1
     for (int i = 0; i < stages_; ++i) {
       barriers_.full[first_slot_ + i].init(1);
       barriers_.empty[first_slot_ + i].init(Kind::kOfGroup);
@@ -147,6 +143,7 @@ class Feeder {
     cutlass::arch::fence_barrier_init();
     if (!args_.constant_weight) wait_for_earlier_kernels();
     int slot = first_slot_;
+#pragma unroll 1
     for (int chunk = part_.first; chunk < ahead(); ++chunk) bring_weights(chunk, slot++);
   }
 
@@ -154,15 +151,13 @@ class Feeder {
   __device__ void run(bool weights, bool tokens) const {
     wait_for_earlier_kernels();
     int slot = first_slot_;
-    if (tokens) {
-      for (int chunk = part_.first; chunk < ahead(); ++chunk) bring_tokens(chunk, slot++);
-    }
-    slot = first_slot_;
-    uint32_t phase = 0;
+    uint32_t phase = 1;  // of the round before
 #pragma unroll 1
-    for (int chunk = ahead(); chunk < part_.end; ++chunk) {
-      barriers_.empty[slot].wait(phase);
-      if (weights) bring_weights(chunk, slot);
+    for (int chunk = part_.first; chunk < part_.end; ++chunk) {
+      if (chunk >= ahead()) {
+        barriers_.empty[slot].wait(phase);
+        if (weights) bring_weights(chunk, slot);
+      }
       if (tokens) bring_tokens(chunk, slot);
       if (++slot < first_slot_ + stages_) continue;
       slot = first_slot_;

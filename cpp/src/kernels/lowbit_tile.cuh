@@ -190,9 +190,10 @@ __device__ inline float sum_of_parts(Part part) {
   return total;
 }
 
-// What the epilogue adds, if anything, as fp16 or bf16 bits; and multiplies by.
+// What the epilogue adds to outputs side by side, if anything, as fp16 or bf16 bits; and multiplies by.
+template <int kCount>
 struct Addends {
-  uint16_t bias = 0, residual = 0;
+  uint16_t bias[kCount] = {}, residual[kCount] = {};
   float x_scale = 1.0F;
 };
 
@@ -204,6 +205,7 @@ struct Epilogue {
   int64_t residual_ld;
   uint16_t* out;
   int64_t ldo;
+  bool whole_quads;  // 4 outputs can be written at once, and their addends read
   DType type;
 
   explicit Epilogue(const LowbitArgs& args)
@@ -214,7 +216,11 @@ struct Epilogue {
         residual_ld(args.residual_ld),
         out(static_cast<uint16_t*>(args.out)),
         ldo(args.n),
+        whole_quads(args.n % 4 == 0 && args.residual_ld % 4 == 0 && aligned(args.out) && aligned(args.bias) &&
+                    aligned(args.residual)),
         type(args.type) {}
+
+  static bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 8 == 0; }
 
   // So that its first token is the one behind `tokens`.
   void skip(int tokens) {
@@ -223,20 +229,70 @@ struct Epilogue {
     if (residual != nullptr) residual += tokens * residual_ld;
   }
 
-  __device__ Addends load(int token, int n) const {
-    Addends addends;
+  // Of outputs n to n + kCount - 1 of a token.
+  template <int kCount>
+  __device__ Addends<kCount> load(int token, int n) const {
+    Addends<kCount> addends;
     addends.x_scale = scale_at(x_scale, token);
-    if (bias != nullptr) addends.bias = bias[n];
-    if (residual != nullptr) addends.residual = residual[token * residual_ld + n];
+    if (bias != nullptr) load_row(bias + n, n, addends.bias);
+    if (residual != nullptr) load_row(residual + token * residual_ld + n, n, addends.residual);
     return addends;
   }
 
-  __device__ void store(float y, const Addends& addends, int token, int n) const {
-    float t[1] = {__fmul_rn(y, addends.x_scale)};
-    if (bias != nullptr) t[0] += half_of(addends.bias, type);
-    activate_by<__half, false>(activation, t);
-    if (residual != nullptr) t[0] += half_of(addends.residual, type);
-    out[token * ldo + n] = half_bits(t[0], type);
+  template <int kCount>
+  __device__ void store(const float (&y)[kCount], const Addends<kCount>& addends, int token, int n) const {
+    float t[kCount];
+    uint16_t bits[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      t[i] = __fmul_rn(y[i], addends.x_scale);
+      if (bias != nullptr) t[i] += half_of(addends.bias[i], type);
+    }
+    if (activation != Activation::kNone) {
+#pragma unroll 1
+      for (int turn = 0; turn < kCount; ++turn) {  // its code is long: one at a time
+        float first[1] = {t[0]};
+        activate_by<__half, false>(activation, first);
+#pragma unroll
+        for (int i = 1; i < kCount; ++i) t[i - 1] = t[i];
+        t[kCount - 1] = first[0];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (residual != nullptr) t[i] += half_of(addends.residual[i], type);
+      bits[i] = half_bits(t[i], type);
+    }
+    uint16_t* const to = out + token * ldo + n;
+    if constexpr (kCount == 4) {
+      if (whole_quads) {
+        *reinterpret_cast<uint2*>(to) = make_uint2(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16);
+        return;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (kCount == 1 || n + i < ldo) to[i] = bits[i];
+    }
+  }
+
+ private:
+  template <int kCount>
+  __device__ void load_row(const uint16_t* from, int n, uint16_t (&to)[kCount]) const {
+    if constexpr (kCount == 4) {
+      if (whole_quads) {
+        const uint2 v = *reinterpret_cast<const uint2*>(from);
+        to[0] = static_cast<uint16_t>(v.x);
+        to[1] = static_cast<uint16_t>(v.x >> 16);
+        to[2] = static_cast<uint16_t>(v.y);
+        to[3] = static_cast<uint16_t>(v.y >> 16);
+        return;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (kCount == 1 || n + i < ldo) to[i] = from[i];
+    }
   }
 };
 

@@ -14,7 +14,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="int8 models 
 layouts_app = typer.Typer(no_args_is_help=True, help="The memory layouts of int8 GEMMs.")
 app.add_typer(layouts_app, name="layout")
 console = Console()
-OWN_TEXT = 128  # batches at most that quantize --codes lets the float model write
+OWN_TEXT = 768  # batches at most that quantize --codes lets the float model write
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes the GPU if octofuse can use it")]
 
@@ -95,9 +95,10 @@ def quantize(
             teacher = load_float(model, where)[0]
             text = batches or []
             if codes:
-                text = text + own_text(teacher, text, min(distill, OWN_TEXT))
-            # Codes want slower steps: 400 of twice the size cost 1.64 % where these cost 1.42 (w4a16-g128-zp-gptq).
-            divergence = distill_(loaded, teacher, text, steps=distill, lr=1e-3 if codes else 2e-3, codes=codes)
+                text = text + own_text(teacher, text, min(1 + distill // 3, OWN_TEXT))
+            # Codes want smaller steps, the more so the more there are (w4a16-g128-zp-gptq, 400 and 1,000 of them).
+            lr = 2e-3 if not codes else 1e-3 if distill < 1000 else 5e-4
+            divergence = distill_(loaded, teacher, text, steps=distill, lr=lr, codes=codes)
             console.print("KL divergence from the float model: {:.4f} -> {:.4f} nats a token".format(*divergence))
         save(loaded, output, tokenizer)
         console.print(f"{output}: {scheme}, {before / 1e6:.1f} MB -> {weight_bytes(loaded) / 1e6:.1f} MB of weights")

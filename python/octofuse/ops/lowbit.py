@@ -3,11 +3,12 @@
 fp16 and bf16 run kernels that read the packed weight. Up to 4 tokens, compute capability 8.0 and later: a token's 128
 columns share a power of two and become 16-bit integers, whose products with the codes are exact; sums of groups are in
 fp32. That changes a value by at most 2^-14 of the largest of its 128, where fp16 itself rounds that one by up to 2^-12.
-Up to 256 tokens (128 where N is at most 4,224), compute capability 9.0: weights are rounded once to x's dtype and
-multiplied on its tensor cores. That needs rows of x, scales and zeros that start at multiples of 16 bytes: K and N
-multiples of 8, with zero points N of 16; N is free where a row is one group (of one plane).
+Up to N * K / 2^17 tokens, but at least 256 and at most 1,024, compute capability 9.0: weights are rounded once to x's
+dtype and multiplied on its tensor cores (planes: half as many, at most 512; 128 where N <= 1,920 and K > 1,920). That
+needs N to be a multiple of 8, with zero points of 16; it is free where a row is one group (of one plane). x is copied
+where its rows do not start at multiples of 16 bytes.
 
-int8 activations: up to 4 tokens as they are, exactly; more as numbers of the scale's dtype, which hold them.
+int8 activations: up to 4 tokens as they are, exactly; more as numbers of the scale's dtype, which hold them (a copy).
 
 More tokens, fp32 activations, other chips, and groups other than 32, 64 and 128 times a power of two multiply a weight
 that is dequantised for the call; on the CPU all of it is torch.
@@ -185,8 +186,8 @@ def _lowbit_linear(
     if offset is None:
         rest = (x_scale, packed, scale, zero, bias, kind, bits, group, activation, residual, constant_weight)
         y = _C.lowbit_linear(x, *rest)
-        if y is None and x_scale is not None and x.is_cuda:
-            y = _C.lowbit_linear(x.to(scale.dtype), *rest)
+        if y is None and x.is_cuda and (copy := _copy_for_kernels(x, scale.dtype)) is not None:
+            y = _C.lowbit_linear(copy, *rest)
         if y is not None:
             return y
     elif offset.shape != (scale.shape[0], scale.shape[2]):
@@ -197,6 +198,16 @@ def _lowbit_linear(
     y = linear(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
     y = y if activation is None else ACTIVATIONS[activation](y)
     return y if residual is None else y + residual
+
+
+def _copy_for_kernels(x: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """x as those for more than 4 tokens read it: no int8, rows that start at multiples of 16 bytes; None where it is."""
+    aligned = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
+    if x.dtype not in (dtype, torch.int8) or (x.dtype == dtype and aligned):
+        return None
+    columns = x.shape[-1]
+    rows = torch.empty((*x.shape[:-1], -(-columns // 8) * 8), dtype=dtype, device=x.device)
+    return rows[..., :columns].copy_(x)
 
 
 def _in_floating_point(x: Tensor, x_scale: Scale) -> Tensor:
