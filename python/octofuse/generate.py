@@ -12,11 +12,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from octofuse.models import gpt2
 from octofuse.models.decoder import Decoder
 from octofuse.ops import decode
 
@@ -280,15 +282,29 @@ def own_text(model: nn.Module, batches: Iterable[Tensor], count: int, *, seed: i
         raise ValueError(f"batches, count: expected [B, T] with T > {START} and at least 1, got {shape} and {count}")
     rows, width = given[0].shape
     source = torch.cat([batch.flatten() for batch in given]).cpu()
-    generator = Generator(model)
+    write = Generator(model) if gpt2.matches(model) else partial(_sampled, model)
     places = torch.randint(0, source.numel() - START, (count * rows,), generator=torch.Generator().manual_seed(seed))
     starts = [source[place : place + START].tolist() for place in places.tolist()]
     found: list[list[int]] = []
     for first in range(0, len(starts), AT_ONCE):
         some = starts[first : first + AT_ONCE]
-        new = generator(some, width - START, temperature=1.0, seed=seed + first)
+        new = write(some, width - START, temperature=1.0, seed=seed + first)
         found += [start + more for start, more in zip(some, new, strict=True)]
     return list(torch.tensor(found, device=given[0].device).view(count, rows, width))
+
+
+@torch.no_grad()
+def _sampled(model: Any, starts: list[list[int]], count: int, *, temperature: float, seed: int) -> list[list[int]]:
+    """`count` tokens more for starts of one length, by transformers' own loop: for models that Generator does not take."""
+    ids = torch.tensor(starts, device=model.device)
+    cuda = [ids.device] if ids.is_cuda else []
+    with torch.random.fork_rng(cuda):
+        torch.manual_seed(seed)
+        lengths = {"min_new_tokens": count, "max_new_tokens": count}
+        how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), **lengths, **how)
+    new: list[list[int]] = found[:, ids.shape[1] :].tolist()
+    return new
 
 
 def _rounded_up(count: int, step: int) -> int:

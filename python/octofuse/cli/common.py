@@ -89,7 +89,8 @@ def encode(tokenizer: Any, text: str) -> Tensor:
 
 
 def context_of(model: nn.Module) -> int:
-    return int(getattr(model.config, "n_positions", 1024))  # type: ignore[arg-type]
+    """Tokens; 1024 where the model names no limit."""
+    return int(getattr(model.config, "max_position_embeddings", None) or 1024)  # type: ignore[arg-type]
 
 
 def calibration_batches(tokenizer: Any, model: Any, text: Path | None = None) -> list[Tensor]:

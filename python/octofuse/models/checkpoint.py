@@ -19,8 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from octofuse.models.quantize import target_layers
-from octofuse.nn import QUANTISED, empty_layer, replace_module
+from octofuse.nn import QUANTISED, empty_layer, linear_layers, replace_module
 from octofuse.nn.linear import weight_of
 from octofuse.quant import scheme_named
 
@@ -42,7 +41,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> None:
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         config = model.config.to_dict()  # type: ignore[operator,union-attr]
-        config["quantization_config"] = quantization
+        config |= {"architectures": [type(model).__name__], "quantization_config": quantization}
         (partial / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
         save_file(_unique_tensors(model), partial / WEIGHTS, metadata={"format": "pt"})
         if tokenizer is not None:
@@ -62,7 +61,7 @@ def _schemes_of(model: nn.Module) -> dict[str, Any]:
     if not found:
         raise ValueError("model: expected a model that quantize_ has changed, got one without quantised layers")
     most = Counter(found.values()).most_common(1)[0][0]
-    usual = target_layers(model)
+    usual = linear_layers(model)
     others = {name: found.get(name) for name in (*usual, *found) if found.get(name) != most or name not in usual}
     return {"scheme": most, **({"layers": others} if others else {})}
 
@@ -106,18 +105,35 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> nn.Module:
 
 
 def _empty_model(config: dict[str, Any], scheme: str, others: dict[str, str | None]) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     dtype = getattr(torch, str(config.get("dtype") or "float32").removeprefix("torch."))
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+    model = _random_model(config, dtype)
     named = {name: model.get_submodule(name) for name in others}
-    for name, layer in (target_layers(model) | named).items():
+    for name, layer in (linear_layers(model) | named).items():
         own = others.get(name, scheme)
         if own is None:
             continue
         n, k = weight_of(layer).shape
         has_bias = getattr(layer, "bias", None) is not None
         replace_module(model, name, empty_layer(k, n, bias=has_bias, scheme=scheme_named(own), dtype=dtype))
+    return model
+
+
+def _random_model(config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    """Of the class that was saved, where transformers has it, else of what it takes for the config's causal model."""
+    import transformers
+
+    settings = transformers.AutoConfig.for_model(**config)
+    saved = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    model: nn.Module
+    if not (isinstance(saved, type) and issubclass(saved, transformers.PreTrainedModel)):
+        model = transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype)
+        return model
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # buffers that a model keeps in fp32 stay so
+    try:
+        model = saved(settings)
+    finally:
+        torch.set_default_dtype(usual)
     return model
 
 

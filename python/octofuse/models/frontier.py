@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.models.evaluate import perplexity
-from octofuse.models.quantize import quantize_, target_layers, weight_bytes
-from octofuse.nn import replace_module
+from octofuse.models.quantize import quantize_, weight_bytes
+from octofuse.nn import linear_layers, replace_module
 from octofuse.quant import scheme_named
 
 FLOAT = "float"  # a part that stays as it is
-PARTS = {"attn": "*.attn.*", "mlp": "*.mlp.*"}  # of a GPT-2 block
+PARTS = {"attn": "*[aA]tt*", "mlp": "*"}  # attn, self_attn, attention, SelfAttention; and feed-forward
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def frontier(
         tokens: int64 `[T]`; context, stride: as in `perplexity`.
         schemes: names that `quant.scheme_named` knows, without smoothing, or "float".
         parts: patterns of layer names by part; the first that matches counts, what none matches stays in floating point.
-            None: a GPT-2 block's attention and feed-forward.
+            None: attention and feed-forward.
         calibration: as in `quantize_`; read for every scheme that needs it.
         on_mixture: (done, all) reports progress.
 
@@ -66,7 +66,7 @@ def frontier(
         ValueError: for schemes or parts that cannot be mixed.
     """
     parts = dict(PARTS if parts is None else parts)
-    layers = target_layers(model)
+    layers = linear_layers(model)
     members = _members(layers, parts)
     _check(schemes)
     batches = None if calibration is None else list(calibration)

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octofuse.models import gpt2
-from octofuse.models.smooth import fold, scales_for
+from octofuse.models.families import Source, normed, valued
+from octofuse.models.smooth import fold, folded, scales_for
 from octofuse.nn import QUANTISED, linear_layers, output_heads, quantised_layer, replace_module
 from octofuse.nn.linear import weight_of
 from octofuse.quant import AmaxObserver, AnyScheme, Histogram, Scheme, clipped_amax, observe, scheme_named
 from octofuse.quant.affine import PERCENTILE
 
-FAMILIES = (gpt2,)
 SAMPLES = 2048  # rows of each layer's input that a search of alpha or of a range looks at: fewer lose twice as much
-
-
-def target_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that quantize_ exchanges: the family's list, or every linear that is no tied output head."""
-    for family in FAMILIES:
-        if family.matches(model):
-            layers: dict[str, nn.Module] = family.linears(model)
-            return layers
-    return linear_layers(model)
 
 
 def quantize_(
@@ -40,20 +32,21 @@ def quantize_(
     """Quantise the model's linears in place and return it.
 
     Args:
-        model: GPT-2 in any size, or any module with nn.Linear or Conv1D layers.
+        model: a transformers model, or any module with nn.Linear or Conv1D layers.
         scheme: a `Scheme`, a `WeightOnly` or a name that `quant.scheme_named` knows.
-        calibration: batches of input ids `[B, T]` on any device (or whatever the model takes as its one argument), read
-            once; static and smoothed schemes, gptq and awq need them, others do not look.
+        calibration: batches, read once: input ids `[B, T]` on any device (or whatever the model takes as its one
+            argument), or mappings of arguments by name (what a tokenizer returns). Static and smoothed schemes, gptq
+            and awq need them, others do not look.
         exceptions: other schemes for single layers, by the end of a layer's name ("mlp.c_proj") or a pattern
             ("transformer.h.0.*"); None leaves a layer in floating point. The first that matches counts. An output head
-            that is tied to the embedding ("lm_head") is quantised if it is named here, and untied by that.
+            ("lm_head") is quantised if it is named here, and untied by that where the embedding shares its weight.
         progress: show a bar.
 
     Raises: ValueError if there is nothing to quantise, the model is already quantised, or calibration is missing or saw
     NaN; the model is then as it was.
     """
     chosen = scheme_named(scheme)
-    layers = target_layers(model)
+    layers = linear_layers(model)
     heads = {name: head for name, head in output_heads(model).items() if name in (exceptions or {})}
     if any(isinstance(module, QUANTISED) for module in model.modules()):
         raise ValueError("model: expected a floating-point model, got one that octofuse has quantised already")
@@ -62,20 +55,20 @@ def quantize_(
     layers = layers | heads
     plan = _plan(layers, chosen, exceptions or {})
     layers = {name: layers[name] for name in plan}
-    producers = _producers(model, plan)
-    amax: dict[str, Tensor] = {}
-    scales: dict[str, Tensor] = {}
-    moments: dict[str, Tensor] = {}
+    sources = _smoothed(model, plan)
+    found = _Found()
     if any(own.needs_calibration for own in plan.values()):
-        amax, scales, moments = _calibrated(model, layers, producers, plan, calibration, progress)
-    touched: list[Any] = [t for name in scales for t in (*producers[name], layers[name].weight)]
+        found = _calibrated(model, layers, sources, plan, calibration, progress)
+    touched = folded(model, sources)
     before = [t.detach().clone() for t in touched]
     # Built first and exchanged after, so that a failure half-way leaves the model whole.
     try:
-        fold(producers, layers, scales)
+        fold(model, sources, found.scales)
         names = tracked(list(layers), f"quantising ({chosen.name})", progress)
         built = {
-            name: quantised_layer(layers[name], plan[name], amax=amax.get(name), moments=moments.pop(name, None))
+            name: quantised_layer(
+                layers[name], plan[name], amax=found.amax.get(name), moments=found.moments.pop(name, None)
+            )
             for name in names
         }
     except BaseException:
@@ -88,6 +81,16 @@ def quantize_(
     if any(name in built for name in heads):
         model.config.tie_word_embeddings = False  # type: ignore[union-attr]
     return model
+
+
+@dataclass
+class _Found:
+    """What calibration says: of each layer the input's amax after smoothing and its second moments, where asked for; of
+    each source the scales."""
+
+    amax: dict[str, Tensor] = field(default_factory=dict)
+    scales: list[Tensor] = field(default_factory=list)
+    moments: dict[str, Tensor] = field(default_factory=dict)
 
 
 def _plan(
@@ -113,32 +116,30 @@ def _plan(
     return plan
 
 
-def _producers(model: nn.Module, plan: Mapping[str, AnyScheme]) -> dict[str, tuple[Tensor, ...]]:
-    """What produces the input of each layer that its scheme smooths."""
+def _smoothed(model: nn.Module, plan: Mapping[str, AnyScheme]) -> list[Source]:
+    """What can take the scales of layers that their schemes smooth."""
     if all(scheme.smoothing is None for scheme in plan.values()):
-        return {}
-    for family in FAMILIES:
-        if family.matches(model):
-            normed, valued = family.smoothed(model), family.smoothed_values(model)
-            found = {n: made for n, made in normed.items() if n in plan and plan[n].smoothing is not None}
-            return found | {n: made for n, made in valued.items() if n in plan and plan[n].smooth_values}
-    known = ", ".join(family.__name__.rpartition(".")[2] for family in FAMILIES)
-    raise ValueError(
-        f"scheme: smoothing folds into what stands before a linear, which is known for {known} alone; "
-        f"got {type(model).__name__}"
-    )
+        return []
+    found = [s for s in normed(model) if any(n in plan and plan[n].smoothing is not None for n in s.linears)]
+    if asking := next((scheme for scheme in plan.values() if scheme.smooth_values), None):
+        values = valued(model)
+        if not values:
+            raise ValueError(
+                f"scheme: {asking.name} scales attention's values, which {type(model).__name__} cannot take"
+            )
+        found += [s for s in values if any(n in plan and plan[n].smooth_values for n in s.linears)]
+    return found
 
 
 def _calibrated(
     model: nn.Module,
     layers: dict[str, nn.Module],
-    producers: Mapping[str, tuple[Tensor, ...]],
+    sources: Sequence[Source],
     plan: Mapping[str, AnyScheme],
     calibration: Iterable[Any] | None,
     progress: bool,
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Each layer's input amax after smoothing, the smoothing scales of those that have producers, and the second moments
-    of those whose scheme asks for them; one pass."""
+) -> _Found:
+    """One pass over the batches."""
     schemes = list(plan.values())
     if calibration is None:
         name = next(scheme.name for scheme in schemes if scheme.needs_calibration)
@@ -149,24 +150,52 @@ def _calibrated(
         by_values = any(scheme.clipping in ("percentile", "entropy") for scheme in schemes)
         # A histogram of what a layer reads says nothing of what it would read smoothed: there, rows are kept instead.
         searches = any(s.smoothing in ("search", "awq") or s.clipping == "mse" for s in schemes)
-        keeps = searches or (by_values and bool(producers))
-        device = next(model.parameters()).device
-        shown = tracked(calibration, "calibrating", progress)
-        batches = (batch.to(device) if isinstance(batch, Tensor) else batch for batch in shown)
+        keeps = searches or (by_values and bool(sources))
         samples = SAMPLES if keeps else 0
         second = [name for name, own in plan.items() if not isinstance(own, Scheme) and own.method == "gptq"]
         observers = observe(
-            layers, batches, model, per_channel=bool(producers), samples=samples, histogram=by_values, moments=second
+            layers,
+            tracked(calibration, "calibrating", progress),
+            partial(_run, model),
+            per_channel=bool(sources),
+            samples=samples,
+            histogram=by_values,
+            moments=second,
         )
     finally:
         model.train(was_training)
     for observer in observers.values():
         observer.result()  # names the first layer that saw nothing, NaN or Inf
-    shown = tracked(list(producers), "finding scales", progress)
-    scales = {name: scales_for(layers[name], observers[name], plan[name]) for name in shown}
+    shown = tracked(sources, "finding scales", progress)
+    scales = [_scales_of(source, layers, observers, plan) for source in shown]
+    smooth = {name: s for source, s in zip(sources, scales, strict=True) for name in source.linears}
     names = tracked([name for name in layers if plan[name].is_static], "finding ranges", progress)
-    ranges = {name: _range_of(layers[name], observers[name], scales.get(name), plan[name]) for name in names}
-    return ranges, scales, {name: m for name in second if (m := observers[name].moments) is not None}
+    ranges = {name: _range_of(layers[name], observers[name], smooth.get(name), plan[name]) for name in names}
+    moments = {name: m for name in second if (m := observers[name].moments) is not None}
+    for name in moments.keys() & smooth.keys():  # beside a layer that is smoothed
+        moments[name] /= smooth[name].outer(smooth[name])
+    return _Found(ranges, scales, moments)
+
+
+def _run(model: nn.Module, batch: Any) -> None:
+    """Call the model with a batch; a mapping's values are keywords, as transformers' own models take them."""
+    device = next(model.parameters()).device
+    if isinstance(batch, Mapping):
+        model(**{name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()})
+    else:
+        model(batch.to(device) if isinstance(batch, Tensor) else batch)
+
+
+def _scales_of(
+    source: Source,
+    layers: Mapping[str, nn.Module],
+    observers: Mapping[str, AmaxObserver],
+    plan: Mapping[str, AnyScheme],
+) -> Tensor:
+    """One for each channel, as the first of its linears that is smoothed asks for it."""
+    names = [name for name in source.linears if name in plan and plan[name].smoothing is not None]
+    weights = torch.cat([weight_of(layers[name]) for name in names])
+    return scales_for(weights, observers[names[0]], plan[names[0]])
 
 
 def _range_of(layer: nn.Module, observer: AmaxObserver, scales: Tensor | None, scheme: AnyScheme) -> Tensor:

@@ -8,7 +8,7 @@ from octofuse.nn.linear import is_conv1d
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Every nn.Linear and Conv1D by qualified name, output heads (weights tied to an embedding) left out."""
+    """Every nn.Linear and Conv1D by qualified name, output heads left out."""
     heads = output_heads(model)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -18,10 +18,12 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def output_heads(model: nn.Module) -> dict[str, nn.Module]:
-    """Every nn.Linear that shares its weight with an embedding, by qualified name."""
+    """Every nn.Linear that makes a transformers model's logits over its vocabulary, by qualified name: what the model
+    says, or shares its weight with an embedding."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    found = model.named_modules()
-    return {name: m for name, m in found if isinstance(m, nn.Linear) and id(m.weight) in embeddings}
+    named = getattr(model, "get_output_embeddings", lambda: None)()
+    linears = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear))
+    return {name: m for name, m in linears if m is named or id(m.weight) in embeddings}
 
 
 def replace_module(model: nn.Module, name: str, replacement: nn.Module) -> None:

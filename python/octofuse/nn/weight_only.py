@@ -47,6 +47,11 @@ class PackedLinear(nn.Module):
         """The buffers that a kind has besides."""
 
     @property
+    def weight(self) -> Tensor:
+        """The packed codes as int8: for models that ask a linear's weight for its device or dtype (T5 does)."""
+        return self.packed.view(torch.int8)
+
+    @property
     def groups(self) -> int:
         return grid.groups_of(self.in_features, self.scheme.group)
 

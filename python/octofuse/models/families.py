@@ -1,0 +1,141 @@
+"""Blocks of transformers' decoders: which linears read a norm, or attention's values, and nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from octofuse.nn.linear import is_conv1d
+
+
+@dataclass(frozen=True)
+class Block:
+    """Names are those inside a block.
+
+    norms: each with all that reads it. values: what makes attention's values, alone or behind queries and keys, and the
+    linear that reads their sums. offset: what a norm adds to its weight. expects: the settings of the model's config
+    with which all this holds.
+    """
+
+    norms: Mapping[str, tuple[str, ...]]
+    values: tuple[str, str] | None = None
+    offset: float = 0.0
+    expects: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What produces the input of linears.
+
+    linears: by qualified name; nothing else reads that input. tensors: their last dimension is the input's channels, and
+    dividing all of them (plus offset) by numbers divides the input.
+    """
+
+    linears: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+    offset: float = 0.0
+
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATED = ("mlp.gate_proj", "mlp.up_proj")
+_OUT = ("self_attn.v_proj", "self_attn.o_proj")
+_GPT2 = Block({"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",)}, ("attn.c_attn", "attn.c_proj"))
+_LLAMA = Block({"input_layernorm": _QKV, "post_attention_layernorm": _GATED}, _OUT)
+_GEMMA2 = Block({"input_layernorm": _QKV, "pre_feedforward_layernorm": _GATED}, _OUT, offset=1.0)
+
+# By config.model_type.
+BLOCKS = {
+    "gpt2": _GPT2,
+    "gpt_bigcode": Block(_GPT2.norms),
+    "gpt_neo": Block(
+        {"ln_1": tuple(f"attn.attention.{name}_proj" for name in "qkv"), "ln_2": ("mlp.c_fc",)},
+        ("attn.attention.v_proj", "attn.attention.out_proj"),
+    ),
+    "gptj": Block(
+        {"ln_1": ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.fc_in")}, ("attn.v_proj", "attn.out_proj")
+    ),
+    "gpt_neox": Block(
+        {"input_layernorm": ("attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)}
+    ),
+    "opt": Block(
+        {"self_attn_layer_norm": _QKV, "final_layer_norm": ("fc1",)},
+        ("self_attn.v_proj", "self_attn.out_proj"),
+        expects={"do_layer_norm_before": True},
+    ),
+    "bloom": Block(
+        {"input_layernorm": ("self_attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)},
+        expects={"apply_residual_connection_post_layernorm": False},
+    ),
+    "phi": Block({"input_layernorm": (*_QKV, "mlp.fc1")}, ("self_attn.v_proj", "self_attn.dense")),
+    "phi3": Block(
+        {"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
+        ("self_attn.qkv_proj", "self_attn.o_proj"),
+    ),
+    "starcoder2": Block({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.c_fc",)}, _OUT),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "granite": _LLAMA,
+    "smollm3": _LLAMA,
+    "mixtral": Block({"input_layernorm": _QKV}, _OUT),  # experts read the other norm
+    "gemma": Block(_LLAMA.norms, _OUT, offset=1.0),
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2,
+}
+
+
+def block_of(model: nn.Module) -> Block:
+    """What is known of the model's blocks. Raises ValueError for models, or settings of them, of which nothing is."""
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", None)
+    if kind not in BLOCKS:
+        raise ValueError(
+            f"scheme: smoothing folds into what stands before a linear, which is known for {', '.join(BLOCKS)}; "
+            f"got {type(model).__name__}"
+        )
+    for name, usual in BLOCKS[kind].expects.items():
+        if (got := getattr(config, name, usual)) != usual:
+            raise ValueError(f"scheme: smoothing expects {kind} models with {name}={usual}, got {got}")
+    return BLOCKS[kind]
+
+
+def normed(model: nn.Module) -> list[Source]:
+    """Every norm that linears alone read."""
+    block, modules = block_of(model), dict(model.named_modules())
+    found = []
+    for before, module in modules.items():
+        for norm, names in block.norms.items():
+            prefix = before.removesuffix(norm)
+            linears = tuple(prefix + name for name in names)
+            if before.endswith(f".{norm}") and all(name in modules for name in linears):
+                tensors = (module.weight, getattr(module, "bias", None))
+                found.append(Source(linears, tuple(t for t in tensors if isinstance(t, Tensor)), block.offset))
+    return found
+
+
+def valued(model: nn.Module) -> list[Source]:
+    """What makes attention's values, for the linear that reads their sums: these weight all channels of a head alike.
+
+    Where heads share keys and values, a channel is read several times and left alone.
+    """
+    block, modules = block_of(model), dict(model.named_modules())
+    if block.values is None:
+        return []
+    producer, reader = block.values
+    found = []
+    for name in modules:
+        if not name.endswith(f".{reader}"):
+            continue
+        before: Any = modules[name.removesuffix(reader) + producer]
+        after: Any = modules[name]
+        weight = before.weight if is_conv1d(before) else before.weight.t()
+        channels = after.weight.shape[0] if is_conv1d(after) else after.weight.shape[1]
+        if weight.shape[1] not in (channels, 3 * channels):
+            continue
+        tensors = (weight, before.bias)
+        found.append(Source((name,), tuple(t[..., -channels:] for t in tensors if t is not None)))
+    return found
