@@ -25,6 +25,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gptj": GPT | {"rotary_dim": 8},
     "gpt_neo": {"hidden_size": WIDTH, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": WIDTH},
+    "openai-gpt": GPT,
     "bloom": {"hidden_size": WIDTH, "n_layer": 2, "n_head": 4},
     "mixtral": {"num_local_experts": 4},
     "gemma": {"head_dim": 8},
@@ -78,6 +79,20 @@ def test_folding_keeps_the_function(kind: str) -> None:
     for source, s in zip(sources, scales, strict=True):
         for name in source.linears:
             assert torch.allclose(after[name].result() * s, before[name].result(), rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("kind", [*BLOCKS, "falcon", "openai-gpt", "stablelm", "olmo2"])
+def test_every_scheme_without_smoothing(kind: str, tmp_path) -> None:
+    want = small(kind)(ids()).logits
+    for scheme, most in (("w8a8-dynamic", 0.1), ("w4a16-g32-zp-gptq", 0.4)):
+        model = quantize_(small(kind), scheme, [ids()], progress=False)
+        got = model(ids()).logits
+        assert (got - want).norm() / want.norm() < most, scheme
+        save(model, tmp_path / scheme)
+        again = load(tmp_path / scheme)
+        assert type(again) is type(model)
+        # Not the same bits: torch's CPU products may depend on where a tensor lies.
+        assert torch.allclose(again(ids()).logits, got, atol=1e-5), scheme
 
 
 def test_grouped_heads_keep_their_values() -> None:
