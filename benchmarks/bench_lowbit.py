@@ -82,15 +82,24 @@ def tinygemm_calls(m: int, n: int, k: int) -> list[Call]:
 
 
 def gemlite_calls(m: int, n: int, k: int) -> list[Call] | None:
-    """gemlite's, where it is installed: 4 bits, group 128."""
+    """gemlite's (0.6), where it is installed: 4 bits, group 128, with zero points, which it always reads."""
     try:
-        from gemlite.helper import A16W4
+        from gemlite.helper import A16Wn
     except ImportError:
         return None
-    count = copies(n * k // 2)
-    x = torch.randn(m, k, device="cuda").half()
-    layers = [A16W4(device="cuda").from_linear(torch.nn.Linear(k, n, device="cuda").half()) for _ in range(count)]
-    return [lambda f=f: f(x) for f in layers]
+    calls: list[Call] = []
+    for _ in range(copies(n * k // 2)):
+        x = torch.randn(m, k, device="cuda").half()
+        codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
+        scales, zeros = (torch.rand(n * k // 128, 1, device="cuda").half() for _ in range(2))
+        layer = A16Wn(device="cuda").from_weights(codes, scales, zeros, 4, 128)
+        calls.append(lambda x=x, f=layer: f(x))
+    try:
+        calls[0]()
+    except Exception as error:  # a peer that cannot run this shape is no reason to stop
+        print(f"gemlite: {type(error).__name__}: {error}")
+        return None
+    return calls
 
 
 def lut_calls(planes: int, n: int, k: int) -> list[Call] | None:
@@ -147,6 +156,7 @@ def several_tokens(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
             columns: dict[str, list[Call] | None] = {
                 "fp16 F.linear": float_calls(m, n, n),
                 "tinygemm": tinygemm_calls(m, n, n),
+                "gemlite": gemlite_calls(m, n, n),
             }
             for name, kind, bits in (KINDS[0], KINDS[3], KINDS[8]):
                 columns[name] = lowbit_calls(kind, bits, m, n, n)[0]
