@@ -31,7 +31,7 @@ class Source:
     """What produces the input of linears.
 
     linears: by qualified name; nothing else reads that input. tensors: their last dimension is the input's channels, and
-    dividing all of them (plus offset) by numbers divides the input.
+    dividing all of them, the first with offset added, divides the input.
     """
 
     linears: tuple[str, ...]
@@ -44,6 +44,7 @@ _GATED = ("mlp.gate_proj", "mlp.up_proj")
 _OUT = ("self_attn.v_proj", "self_attn.o_proj")
 _GPT2 = Block({"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",)}, ("attn.c_attn", "attn.c_proj"))
 _LLAMA = Block({"input_layernorm": _QKV, "post_attention_layernorm": _GATED}, _OUT)
+_EXPERTS = Block({"input_layernorm": _QKV}, _OUT)  # which read the other norm
 _GEMMA2 = Block({"input_layernorm": _QKV, "pre_feedforward_layernorm": _GATED}, _OUT, offset=1.0)
 
 # By config.model_type.
@@ -69,6 +70,14 @@ BLOCKS = {
         {"input_layernorm": ("self_attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)},
         expects={"apply_residual_connection_post_layernorm": False},
     ),
+    "falcon": Block(  # one norm for both, or one for each
+        {
+            "input_layernorm": ("self_attention.query_key_value", "mlp.dense_h_to_4h"),
+            "ln_attn": ("self_attention.query_key_value",),
+            "ln_mlp": ("mlp.dense_h_to_4h",),
+        },
+        expects={"parallel_attn": True},
+    ),
     "phi": Block({"input_layernorm": (*_QKV, "mlp.fc1")}, ("self_attn.v_proj", "self_attn.dense")),
     "phi3": Block(
         {"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
@@ -81,7 +90,12 @@ BLOCKS = {
     "qwen3": _LLAMA,
     "granite": _LLAMA,
     "smollm3": _LLAMA,
-    "mixtral": Block({"input_layernorm": _QKV}, _OUT),  # experts read the other norm
+    "stablelm": Block(_LLAMA.norms, _OUT, expects={"use_parallel_residual": False}),
+    "cohere": Block({"input_layernorm": (*_QKV, *_GATED)}, _OUT),
+    "mixtral": _EXPERTS,
+    "qwen2_moe": _EXPERTS,
+    "qwen3_moe": _EXPERTS,
+    "nemotron": Block({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.up_proj",)}, _OUT, offset=1.0),
     "gemma": Block(_LLAMA.norms, _OUT, offset=1.0),
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2,

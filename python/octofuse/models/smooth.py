@@ -47,8 +47,9 @@ def fold(model: nn.Module, sources: Sequence[Source], scales: Sequence[Tensor]) 
     The model computes the same function, within the rounding of its own dtype.
     """
     for source, s in zip(sources, scales, strict=True):
-        for tensor in source.tensors:
-            tensor.copy_((tensor.float() + source.offset) / s - source.offset)
+        for i, tensor in enumerate(source.tensors):
+            offset = source.offset if i == 0 else 0.0
+            tensor.copy_((tensor.float() + offset) / s - offset)
         for name in source.linears:
             layer = model.get_submodule(name)
             weight: Tensor = layer.weight  # type: ignore[assignment]
