@@ -62,6 +62,24 @@ def test_linears_multiply_what_they_hold(device: str, name: str, n: int, k: int,
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["w4a16-g32", "bcq-q2-g64", "sparse12-w7"])
+def test_linears_take_what_torchs_take(device: str, name: str) -> None:
+    """Any strides, no rows, a single row without a batch, and what autocast leaves of a model in fp32."""
+    layer, _ = layer_of(name, 40, 64, torch.float32, device)
+    x = torch.randn(64, 6, device=device).t()
+    want = layer(x.contiguous())
+    batches = [(x, want), (x[0], want[0]), (x[::2], want[::2])]
+    batches.append(tuple(t.unflatten(0, (2, 3)).transpose(0, 1) for t in batches[0]))
+    for given, expected in batches:
+        assert torch.allclose(layer(given), expected, atol=1e-5)
+    assert layer(x[:0]).shape == (0, 40)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        got = layer(linear(x, torch.eye(64, device=device)))
+    assert got.dtype == torch.bfloat16
+    assert torch.allclose(got.float(), want, atol=0.1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["w4a16-g32", "bcq-q2-g64"])
 def test_epilogues(device: str, name: str) -> None:
     layer, _ = layer_of(name, 40, 96, torch.float32, device)

@@ -14,6 +14,11 @@ from octofuse.quant import WeightOnly, bcq, gptq, grid, sparse
 from octofuse.quant.packing import pack, pack_pairs, packed_rows, packed_words
 
 
+def _dense(x: Tensor) -> Tensor:
+    """With neighbouring columns side by side, as the ops want them; rows may lie apart."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 class PackedLinear(nn.Module):
     """What all kinds share: packed int32 (quant.packing) and bias `[N]` or None. Buffers must not change under a call."""
 
@@ -113,7 +118,7 @@ class WeightOnlyLinear(PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         of_groups = (self.scale, self.zero, self.bias)
         bits, group = self.scheme.bits, self.scheme.group
-        return woq_linear(x, self.packed, *of_groups, bits=bits, group=group, constant_weight=True)
+        return woq_linear(_dense(x), self.packed, *of_groups, bits=bits, group=group, constant_weight=True)
 
 
 class BCQLinear(PackedLinear):
@@ -140,7 +145,7 @@ class BCQLinear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         group = self.scheme.group
-        return bcq_linear(x, self.packed, self.alpha, None, self.bias, group=group, constant_weight=True)
+        return bcq_linear(_dense(x), self.packed, self.alpha, None, self.bias, group=group, constant_weight=True)
 
 
 class Sparse12Linear(PackedLinear):
@@ -164,4 +169,4 @@ class Sparse12Linear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         group = self.scheme.group
-        return sparse12_linear(x, self.packed, self.scale, self.bias, group=group, constant_weight=True)
+        return sparse12_linear(_dense(x), self.packed, self.scale, self.bias, group=group, constant_weight=True)
