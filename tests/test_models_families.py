@@ -220,3 +220,24 @@ def test_attention_and_feed_forward_of_other_models() -> None:
         found = frontier(small(kind), ids()[0], ["w8a16", "float"], context=8)
         assert len(found) == 4
         assert len({one.bytes for one in found}) == 4
+
+
+def test_linears_whose_weights_others_read_stay() -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "nhead": 4, "dim_feedforward": 48, "batch_first": True}
+    decoder = nn.TransformerDecoderLayer(**sizes).eval().requires_grad_(False)
+    x = torch.randn(2, 5, 32)
+    want = decoder(x, x)
+    assert set(linear_layers(decoder)) == {"linear1", "linear2"}
+    got = quantize_(decoder, progress=False)(x, x)
+    assert (got - want).norm() / want.norm() < 0.02
+    with pytest.raises(ValueError, match="expected linear layers to quantise, got none in TransformerEncoderLayer"):
+        quantize_(nn.TransformerEncoderLayer(**sizes), progress=False)
+
+
+def test_state_space_mixers() -> None:
+    model = small("mamba", state_size=4)
+    want = model(ids()).logits
+    assert {name.rpartition(".")[2] for name in linear_layers(model)} == {"in_proj", "x_proj", "out_proj"}
+    got = quantize_(model, "w8a16", progress=False)(ids()).logits
+    assert (got - want).norm() / want.norm() < 0.05

@@ -8,13 +8,22 @@ from octofuse.nn.linear import is_conv1d
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Every nn.Linear and Conv1D by qualified name, output heads left out."""
+    """Every nn.Linear and Conv1D by qualified name; output heads, and linears that are not called, are left out."""
     heads = output_heads(model)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if (isinstance(module, nn.Linear) or is_conv1d(module)) and name not in heads:
+        if (isinstance(module, nn.Linear) or is_conv1d(module)) and name not in heads and _is_called(model, name):
             found[name] = module
     return found
+
+
+def _is_called(model: nn.Module, name: str) -> bool:
+    """False where the module around a linear reads its weight instead: torch's own attention and encoder layers, and the
+    steps of transformers' state-space mixers."""
+    above, _, own = name.rpartition(".")
+    parent = model.get_submodule(above)
+    mixes = own == "dt_proj" and hasattr(parent, "A_log")
+    return not (mixes or isinstance(parent, (nn.MultiheadAttention, nn.TransformerEncoderLayer)))
 
 
 def output_heads(model: nn.Module) -> dict[str, nn.Module]:
