@@ -14,7 +14,6 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="int8 models 
 layouts_app = typer.Typer(no_args_is_help=True, help="The memory layouts of int8 GEMMs.")
 app.add_typer(layouts_app, name="layout")
 console = Console()
-OWN_TEXT = 768  # batches at most that quantize --codes lets the float model write
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes the GPU if octofuse can use it")]
 
@@ -67,41 +66,10 @@ def quantize(
     device: Device = "auto",
 ) -> None:
     """Quantise a model and write it, with its tokenizer, to a folder."""
-    from octofuse.cli.common import calibration_batches, exceptions_of, load_float, pick_device
-    from octofuse.generate import own_text
-    from octofuse.models import distill_, quantize_, save, weight_bytes
-    from octofuse.models.distill import has_trainable_codes
-    from octofuse.quant import WeightOnly, scheme_named
+    from octofuse.cli.quantize import run_quantize
 
     with _plain_errors():
-        chosen = scheme_named(scheme)
-        others = exceptions_of(exceptions or [])
-        needed = [chosen, *(scheme_named(other) for other in others.values() if other is not None)]
-        if distill > 0 and not all(isinstance(one, WeightOnly) for one in needed):
-            raise ValueError("distill: expected weight-only schemes, such as bcq-q2-g128; int8 has no gradient")
-        if codes and distill == 0:
-            raise ValueError("codes: expected --distill of at least 1, got 0")
-        if codes and not any(isinstance(one, WeightOnly) and has_trainable_codes(one) for one in needed):
-            raise ValueError(f"codes: expected a uniform scheme, such as w4a16-g128 (not awq), got {scheme}")
-        where = pick_device(device)
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise FileExistsError(f"output: expected a new or empty folder, got {output}")
-        loaded, tokenizer = load_float(model, where)
-        before = weight_bytes(loaded)
-        calibrates = distill > 0 or any(one.needs_calibration for one in needed)
-        batches = calibration_batches(tokenizer, loaded, calibration) if calibrates else None
-        quantize_(loaded, chosen, batches, exceptions=others)
-        if distill > 0:
-            teacher = load_float(model, where)[0]
-            text = batches or []
-            if codes:
-                text = text + own_text(teacher, text, min(1 + distill // 3, OWN_TEXT))
-            # Codes want smaller steps, the more so the more there are (w4a16-g128-zp-gptq, 400 and 1,000 of them).
-            lr = 2e-3 if not codes else 1e-3 if distill < 1000 else 5e-4
-            divergence = distill_(loaded, teacher, text, steps=distill, lr=lr, codes=codes)
-            console.print("KL divergence from the float model: {:.4f} -> {:.4f} nats a token".format(*divergence))
-        save(loaded, output, tokenizer)
-        console.print(f"{output}: {scheme}, {before / 1e6:.1f} MB -> {weight_bytes(loaded) / 1e6:.1f} MB of weights")
+        run_quantize(console, model, output, scheme, exceptions or [], calibration, distill, codes, device)
 
 
 @app.command()
