@@ -126,7 +126,7 @@ def test_demo(tmp_path) -> None:
     for name in ("float32", "w8a8-static-tensor", "w8a8-dynamic", "w4a16-g128-zp-gptq", "bcq-q3-g128"):
         row = next(line for line in out.splitlines() if line.startswith(name)).split()
         assert len(row) == 8, row
-        assert all(float(value) > 0 for value in row[1:])
+        assert all(float(value) > 0 for value in row[1:]), row
     assert out.count("def read_config(path):") == 6
     assert (tmp_path / "demo.png").stat().st_size > 5000
     code, out, _ = call("demo", *few, "--schemes", "w8a16, sparse12-w7")

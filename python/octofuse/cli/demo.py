@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ def _measure(name: str, model: Any, tokenizer: Any, tokens: torch.Tensor, new_to
     prompt = encode(tokenizer, PROMPT).unsqueeze(0).to(next(model.parameters()).device)
     eager = measure_generation(model, prompt, new_tokens)
     generator = Generator(model)
-    first, total = _seconds(generator, prompt, (1, new_tokens))
+    first, total, inter_token = _seconds(generator, prompt, new_tokens)
     kinds = (Int8Linear, PackedLinear)
     linears = [m for m in model.modules() if isinstance(m, kinds) or type(m).__name__ == "Conv1D"]
     return {
@@ -102,24 +102,33 @@ def _measure(name: str, model: Any, tokenizer: Any, tokens: torch.Tensor, new_to
         "perplexity": f"{measure_perplexity(model, tokens, f'perplexity of {name}'):.3f}",
         "weights, MB": f"{weight_bytes(model) / 1e6:.2f}",
         "linears, MB": f"{sum(weight_bytes(linear) for linear in linears) / 1e6:.2f}",
-        "tokens/s": f"{new_tokens / total:.0f}",
+        "tokens/s": _rate(new_tokens / total),
         "first token, ms": f"{first * 1e3:.2f}",
-        "inter-token, ms": f"{(total - first) / (new_tokens - 1) * 1e3:.2f}",
-        "tokens/s, transformers": f"{eager.tokens_per_second:.0f}",
+        "inter-token, ms": f"{inter_token * 1e3:.2f}",
+        "tokens/s, transformers": _rate(eager.tokens_per_second),
         "text": generate_text(model, tokenizer, PROMPT, new_tokens, 0.0, 0),
     }
 
 
-def _seconds(generator: Generator, prompt: torch.Tensor, counts: Sequence[int]) -> list[float]:
-    """octofuse.generate, greedy, for each number of new tokens: the fastest of five calls after one that captures its
-    graphs. They take turns, so that whatever else the machine does meets all of them."""
-    times: list[list[float]] = [[] for _ in counts]
-    for _ in range(6):
-        for count, own in zip(counts, times, strict=True):
-            began = time.perf_counter()
-            generator(prompt, count)
-            own.append(time.perf_counter() - began)
-    return [min(own[1:]) for own in times]
+def _rate(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:.0f}" if tokens_per_second >= 10 else f"{tokens_per_second:.2g}"
+
+
+def _seconds(generator: Generator, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float, float]:
+    """octofuse.generate, greedy: to the first token, for all, and between two of them.
+
+    The fastest of five calls after one that captures its graphs; calls for one and for all tokens take turns, and the
+    median of their differences is what the others take, so that a busy machine meets both alike.
+    """
+
+    def seconds(count: int) -> float:
+        began = time.perf_counter()
+        generator(prompt, count)
+        return time.perf_counter() - began
+
+    pairs = [(seconds(1), seconds(new_tokens)) for _ in range(6)][1:]
+    first, total = (min(times) for times in zip(*pairs, strict=True))
+    return first, total, median(total - first for first, total in pairs) / (new_tokens - 1)
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
