@@ -11,9 +11,10 @@ from torch import nn
 from octofuse.generate import own_text
 from octofuse.models import distill_, frontier, load, quantize_, save
 from octofuse.models.families import BLOCKS, Source, normed, valued
+from octofuse.models.quantize import calibrated, smoothed_sources
 from octofuse.models.smooth import fold
 from octofuse.nn import Int8Linear, WeightOnlyLinear, linear_layers
-from octofuse.quant import observe
+from octofuse.quant import observe, scheme_named
 
 WIDTH, VOCABULARY = 32, 97
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -61,6 +62,13 @@ def scales_of(sources: list[Source]) -> list[torch.Tensor]:
     """Random ones, for every channel."""
     generator = torch.Generator().manual_seed(2)
     return [torch.empty(source.tensors[0].shape[-1]).uniform_(0.5, 2, generator=generator) for source in sources]
+
+
+def with_outliers(model: Any) -> Any:
+    """The same function, with two channels behind each norm 50 times as large, which the linears undo."""
+    sources = normed(model)
+    fold(model, sources, [torch.ones(WIDTH).index_fill_(0, torch.tensor([3, 17]), 1 / 50) for _ in sources])
+    return model
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -131,13 +139,9 @@ def test_models_whose_norms_others_read(kind: str, settings: dict[str, Any], mes
 
 
 def test_smoothing_serves_a_llama(tmp_path) -> None:
-    """Channels behind a norm that are 50 times as large as the others, which their linears undo."""
     costs = {}
     for scheme in ("w8a8-static", "w8a8-static-smooth", "w3a16-g32-mse", "w3a16-g32-awq"):
-        model = small("llama")
-        sources = normed(model)
-        scales = [torch.ones(WIDTH).index_fill_(0, torch.tensor([3, 17]), 1 / 50) for _ in sources]
-        fold(model, sources, scales)
+        model = with_outliers(small("llama"))
         want = model(ids()).logits
         quantize_(model, scheme, [ids()], progress=False)
         got = model(ids()).logits
@@ -151,16 +155,36 @@ def test_smoothing_serves_a_llama(tmp_path) -> None:
 def test_linears_beside_a_smoothed_one() -> None:
     """One norm feeds q, k and v: where one is smoothed the others' weights, moments and ranges go with it."""
     for other in ("w8a16", "w8a16-gptq", "w8a8-static", None):
-        model = small("llama")
+        model = with_outliers(small("llama"))
         want = model(ids()).logits
         exceptions = {"q_proj": "w8a8-dynamic-smooth", "k_proj": other}
         quantize_(model, "w8a16", [ids()], exceptions=exceptions, progress=False)
         assert (model(ids()).logits - want).norm() / want.norm() < 0.03, other
 
 
+def test_calibration_speaks_of_the_folded_model() -> None:
+    """Ranges and second moments are those of inputs that a neighbour's smoothing has divided."""
+    model = with_outliers(small("llama"))
+    schemes = {"q_proj": "w8a8-static-smooth", "k_proj": "w8a8-static", "v_proj": "w3a16-g32-gptq"}
+    layers = {n: m for n, m in linear_layers(model).items() if n.endswith(tuple(schemes))}
+    plan = {name: scheme_named(schemes[name.rpartition(".")[2]]) for name in layers}
+    sources = smoothed_sources(model, plan)
+    found = calibrated(model, layers, sources, plan, [ids()], False)
+    fold(model, sources, found.scales)
+    after = observe(layers, [ids()], model, moments=list(layers))
+    assert len(found.amax) == 4
+    assert len(found.moments) == 2
+    for name, amax in found.amax.items():
+        assert torch.allclose(amax, after[name].result(), rtol=1e-4)
+    for name, moments in found.moments.items():
+        assert torch.allclose(moments, after[name].moments, rtol=1e-3, atol=1e-5)
+
+
 def test_batches_by_name() -> None:
-    """What a tokenizer returns; padding is masked."""
-    batch = {"input_ids": ids(), "attention_mask": torch.ones_like(ids())}
+    """What a tokenizer returns."""
+    from transformers import BatchEncoding
+
+    batch = BatchEncoding({"input_ids": ids(), "attention_mask": torch.ones_like(ids())})
     by_name = quantize_(small("opt"), "w8a8-static", [batch], progress=False)
     plain = quantize_(small("opt"), "w8a8-static", [ids()], progress=False)
     assert torch.equal(by_name(ids()).logits, plain(ids()).logits)

@@ -117,8 +117,8 @@ def _rate(tokens_per_second: float) -> str:
 def _seconds(generator: Generator, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float, float]:
     """octofuse.generate, greedy: to the first token, for all, and between two of them.
 
-    The fastest of five calls after one that captures its graphs; calls for one and for all tokens take turns, and the
-    median of their differences is what the others take, so that a busy machine meets both alike.
+    The fastest of five calls after one that captures its graphs. Those for one token and for all take turns, so that a
+    busy machine meets both alike; the tokens behind the first take the median of the differences.
     """
 
     def seconds(count: int) -> float:
@@ -128,7 +128,7 @@ def _seconds(generator: Generator, prompt: torch.Tensor, new_tokens: int) -> tup
 
     pairs = [(seconds(1), seconds(new_tokens)) for _ in range(6)][1:]
     first, total = (min(times) for times in zip(*pairs, strict=True))
-    return first, total, median(total - first for first, total in pairs) / (new_tokens - 1)
+    return first, total, median(every - one for one, every in pairs) / (new_tokens - 1)
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:

@@ -121,13 +121,12 @@ def normed(model: nn.Module) -> list[Source]:
     """Every norm that linears alone read."""
     block, modules = block_of(model), dict(model.named_modules())
     found = []
-    for before, module in modules.items():
-        for norm, names in block.norms.items():
-            prefix = before.removesuffix(norm)
-            linears = tuple(prefix + name for name in names)
-            if before.endswith(f".{norm}") and all(name in modules for name in linears):
-                tensors = (module.weight, getattr(module, "bias", None))
-                found.append(Source(linears, tuple(t for t in tensors if isinstance(t, Tensor)), block.offset))
+    for name, module in modules.items():
+        inside, _, norm = name.rpartition(".")
+        linears = tuple(f"{inside}.{linear}" for linear in block.norms.get(norm, ()))
+        if linears and all(linear in modules for linear in linears):
+            tensors = (module.weight, getattr(module, "bias", None))
+            found.append(Source(linears, tuple(t for t in tensors if isinstance(t, Tensor)), block.offset))
     return found
 
 

@@ -55,10 +55,10 @@ def quantize_(
     layers = layers | heads
     plan = _plan(layers, chosen, exceptions or {})
     layers = {name: layers[name] for name in plan}
-    sources = _smoothed(model, plan)
-    found = _Found()
+    sources = smoothed_sources(model, plan)
+    found = Calibrated()
     if any(own.needs_calibration for own in plan.values()):
-        found = _calibrated(model, layers, sources, plan, calibration, progress)
+        found = calibrated(model, layers, sources, plan, calibration, progress)
     touched = folded(model, sources)
     before = [t.detach().clone() for t in touched]
     # Built first and exchanged after, so that a failure half-way leaves the model whole.
@@ -84,7 +84,7 @@ def quantize_(
 
 
 @dataclass
-class _Found:
+class Calibrated:
     """What calibration says: of each layer the input's amax after smoothing and its second moments, where asked for; of
     each source the scales."""
 
@@ -116,7 +116,7 @@ def _plan(
     return plan
 
 
-def _smoothed(model: nn.Module, plan: Mapping[str, AnyScheme]) -> list[Source]:
+def smoothed_sources(model: nn.Module, plan: Mapping[str, AnyScheme]) -> list[Source]:
     """What can take the scales of layers that their schemes smooth."""
     if all(scheme.smoothing is None for scheme in plan.values()):
         return []
@@ -131,14 +131,14 @@ def _smoothed(model: nn.Module, plan: Mapping[str, AnyScheme]) -> list[Source]:
     return found
 
 
-def _calibrated(
+def calibrated(
     model: nn.Module,
     layers: dict[str, nn.Module],
     sources: Sequence[Source],
     plan: Mapping[str, AnyScheme],
     calibration: Iterable[Any] | None,
     progress: bool,
-) -> _Found:
+) -> Calibrated:
     """One pass over the batches."""
     schemes = list(plan.values())
     if calibration is None:
@@ -174,7 +174,7 @@ def _calibrated(
     moments = {name: m for name in second if (m := observers[name].moments) is not None}
     for name in moments.keys() & smooth.keys():  # beside a layer that is smoothed
         moments[name] /= smooth[name].outer(smooth[name])
-    return _Found(ranges, scales, moments)
+    return Calibrated(ranges, scales, moments)
 
 
 def _run(model: nn.Module, batch: Any) -> None:
