@@ -111,16 +111,6 @@ __device__ void finish(const GemmArgs& args, const float* outputs) {
   }
 }
 
-// Every thread of these blocks: sums are where the others look for them.
-__device__ inline void meet(int blocks) {
-  if (blocks == 1) {
-    __syncthreads();
-  } else {
-    cute::cluster_arrive();
-    cute::cluster_wait();
-  }
-}
-
 template <class Kind>
 __device__ void multiply_part(const GemmArgs& args, char* ring, Barriers& barriers) {
   constexpr int kWarpgroups = Kind::kOfGroup / 128;
@@ -159,19 +149,25 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) gemm_kernel(const __grid_co
   }
   __syncthreads();
   let_later_kernels_start();
+  // More registers where sums are written out than where a lane brings: behind the join ptxas keeps to the fewer.
   if (brings) {
-    if constexpr (Kind::kTokens > 64) cutlass::arch::warpgroup_reg_dealloc<40>();
+    if constexpr (Kind::kTokens > 64) cutlass::arch::warpgroup_reg_dealloc<56>();
     if (thread % 32 == 0 && (of_weights || of_tokens)) feeder.run(of_weights, of_tokens);
-    __syncwarp();
-    meet(args.split);
   } else {
-    if constexpr (Kind::kTokens > 64) cutlass::arch::warpgroup_reg_alloc<Kind::kSummers == 256 ? 232 : 152>();
+    if constexpr (Kind::kTokens > 64) cutlass::arch::warpgroup_reg_alloc<Kind::kSummers == 256 ? 224 : 152>();
     multiply_part<Kind>(args, ring, barriers);
     wait_for_earlier_kernels();  // nothing may have been brought
-    meet(args.split);
-    finish<Kind>(args, reinterpret_cast<float*>(ring));
-    __syncwarp();
   }
+  __syncwarp();
+  // Every thread of these blocks, in one place: sums are where the others look for them.
+  if (args.split == 1) {
+    __syncthreads();
+  } else {
+    cute::cluster_arrive();
+    cute::cluster_wait();
+  }
+  if (!brings) finish<Kind>(args, reinterpret_cast<float*>(ring));
+  __syncwarp();
   if (args.split > 1) {  // until the others have read here
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();

@@ -72,8 +72,7 @@ __device__ void multiply(const Weight& w, const char* x, const TokenChunk* facts
 
 template <class Kind>
 __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant__ GemvArgs args) {
-  extern __shared__ int4 shared[];
-  char* const memory = reinterpret_cast<char*>(shared);
+  extern __shared__ __align__(128) char memory[];
   const int stages = args.stages;
   constexpr int kRows = Kind::Stage::kRows;
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -168,6 +167,10 @@ Gemv with_strips(const GemvArgs& args) {
   constexpr int kTile = Codes<kFormat, kBits>::kBytes * Codes<kFormat, kBits>::kCount;
   if constexpr (kTile == 1024 && kGroups < 4) {
     if (args.few_strips) return kernel_of<Kind<kFormat, kBits, kGroups, 1>>();
+  }
+  if constexpr (kTile == 2048 && kFormat == LowbitFormat::kUniform && kGroups < 4) {
+    const Gemv two = kernel_of<Kind<kFormat, kBits, kGroups, 2>>();
+    if (!args.few_strips && two.fits(args, 0)) return two;
   }
   return kernel_of<Kind<kFormat, kBits, kGroups, kTile <= 1024 ? 2 : 1>>();
 }

@@ -83,7 +83,7 @@ struct Gemv {
     args.stages = stages;
     places.facts = args.w.chunks * tokens * 2 * kChunk;
     places.parts = (places.facts + args.w.chunks * args.w.groups.segments * tokens * 8 + 15) / 16 * 16;
-    places.ring = places.parts + 2 * kParts * strips * kStrip * tokens * 4;
+    places.ring = (places.parts + 2 * kParts * strips * kStrip * tokens * 4 + 127) / 128 * 128;
     return places.ring + kParts * stages * stage_bytes;
   }
 };

@@ -142,8 +142,7 @@ __device__ float multiply_chunk(const GemvArgs& args, const Lane& at, char* stag
 
 template <class Kind>
 __global__ void __launch_bounds__(kThreads, 2) bits_kernel(const __grid_constant__ GemvArgs args) {
-  extern __shared__ int4 shared[];
-  char* const memory = reinterpret_cast<char*>(shared);
+  extern __shared__ __align__(128) char memory[];
   constexpr int kRows = Kind::kRows;
   constexpr int kBytes = Kind::kBytes;
   const int part = static_cast<int>(threadIdx.x / 32);

