@@ -25,6 +25,7 @@ MODELS = ((1024, 4096), (5120, 5120), (6144, 4096), (11008, 4096), (4096, 11008)
 LAYERS = {"QKV": (36864, 12288), "output": (12288, 12288), "FFN1": (49152, 12288), "FFN2": (12288, 49152)}
 KINDS = (*((f"w{b}a16", "uniform", b) for b in (8, 6, 5, 4, 3, 2, 1)), *((f"bcq-q{q}", "planes", q) for q in (4, 3, 2, 1)),
          ("sparse12", "sparse12", 7))  # fmt: skip
+PEER_TOKENS = (1, 16, 64)  # gemlite tunes itself for every shape, for 6 to 13 s
 TOKENS = (1, 2, 4, 5, 8, 16, 32, 64, 65, 128, 256, 512)
 GROUPS = (None, 256, 128, 64, 32)
 L2_BYTES = 128 << 20
@@ -83,6 +84,8 @@ def tinygemm_calls(m: int, n: int, k: int) -> list[Call]:
 
 def gemlite_calls(m: int, n: int, k: int) -> list[Call] | None:
     """gemlite's (0.6), where it is installed: 4 bits, group 128, with zero points, which it always reads."""
+    if m not in PEER_TOKENS:
+        return None
     try:
         from gemlite.helper import A16Wn
     except ImportError:

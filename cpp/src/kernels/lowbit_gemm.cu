@@ -144,7 +144,10 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) gemm_kernel(const __grid_co
   const bool of_weights = warp < Kind::kGroups;
   const bool of_tokens = Kind::kGroups == 4 || warp / Kind::kGroups == 1;
   if (brings) {
-    if (thread % 32 == 0 && of_weights) feeder.start();
+    if (thread % 32 == 0 && of_weights) feeder.init();
+    __syncwarp();
+    if constexpr (Kind::kGroups < 4) asm volatile("bar.sync 2, 128;" ::: "memory");  // other warps bring tokens
+    if (thread % 32 == 0) feeder.start(of_weights, of_tokens);
     __syncwarp();
   }
   __syncthreads();
@@ -277,6 +280,7 @@ void run_gemm(const LowbitArgs& given, int device, cudaStream_t stream) {
   args.base = block.base;
   args.has_zeros = w.zero != nullptr;
   args.constant_weight = given.constant_weight;
+  args.chained = is_chained(stream, device);
   args.places = places_of(args, block);
   describe(given, w, block, args);
   const int outputs = block.tokens * pitch_of(block.rows) * 4;
@@ -285,7 +289,7 @@ void run_gemm(const LowbitArgs& given, int device, cudaStream_t stream) {
   const auto tiles = static_cast<unsigned>((given.m + block.tokens - 1) / block.tokens);
   const auto split = static_cast<unsigned>(shape.split);
   launch_kernel("lowbit_gemm", block.function, dim3(rows, split, tiles), dim3(static_cast<unsigned>(block.threads)),
-                shared, dim3(1, split), is_chained(stream, device), &args, stream);
+                shared, dim3(1, split), args.chained, &args, stream);
 }
 
 }  // namespace octofuse::lowbit

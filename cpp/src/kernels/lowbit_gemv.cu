@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
   const int stages = args.stages;
   constexpr int kRows = Kind::Stage::kRows;
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const int part = static_cast<int>(threadIdx.x / 32);
+  const int part = this_warp();
   const int strips = args.strips;
   const int chunks = args.w.chunks;
   const int tokens = 1 << args.log_tokens;
@@ -154,9 +154,9 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
   }
 }
 
-// The kernel of these arguments. Two strips at a time share what is done once for a chunk; where there
-// are few, or a stage is large enough, more blocks or stages count for more. Narrow codes come here for more than one
-// token, or where rows of scales are not aligned: one kernel has to do.
+// The kernel of these arguments. Two strips at a time share what is done once for a chunk; where there are few, or a
+// ring of such stages does not fit, one. Narrow codes come here for more than one token, or where rows of scales are
+// not aligned: one kernel has to do.
 template <class Kind>
 Gemv kernel_of() {
   return gemv_of<Kind>(gemv_kernel<Kind>);
@@ -165,14 +165,16 @@ Gemv kernel_of() {
 template <LowbitFormat kFormat, int kBits, int kGroups>
 Gemv with_strips(const GemvArgs& args) {
   constexpr int kTile = Codes<kFormat, kBits>::kBytes * Codes<kFormat, kBits>::kCount;
-  if constexpr (kTile == 1024 && kGroups < 4) {
-    if (args.few_strips) return kernel_of<Kind<kFormat, kBits, kGroups, 1>>();
+  constexpr bool kIsByte = kFormat == LowbitFormat::kUniform && kBits == 8;
+  if constexpr (kTile < 1024 || (kTile == 1024 && kGroups == 4)) {
+    return kernel_of<Kind<kFormat, kBits, kGroups, 2>>();
+  } else {
+    if constexpr (kTile == 1024 || (kIsByte && kGroups < 4)) {
+      const Gemv two = kernel_of<Kind<kFormat, kBits, kGroups, 2>>();
+      if (!args.few_strips && two.fits(args)) return two;
+    }
+    return kernel_of<Kind<kFormat, kBits, kGroups, 1>>();
   }
-  if constexpr (kTile == 2048 && kFormat == LowbitFormat::kUniform && kGroups < 4) {
-    const Gemv two = kernel_of<Kind<kFormat, kBits, kGroups, 2>>();
-    if (!args.few_strips && two.fits(args, 0)) return two;
-  }
-  return kernel_of<Kind<kFormat, kBits, kGroups, kTile <= 1024 ? 2 : 1>>();
 }
 
 template <LowbitFormat kFormat, int kBits>
@@ -206,7 +208,7 @@ Gemv kernel_for(const LowbitArgs& given, const GemvArgs& args) {
 
 bool takes_gemv(const LowbitArgs& given, int device) {
   const GemvArgs args(given, false, device);
-  return given.m <= 4 && kernel_for(given, args).fits(args, device);
+  return given.m <= 4 && kernel_for(given, args).fits(args);
 }
 
 void run_gemv(const LowbitArgs& given, int device, cudaStream_t stream) {

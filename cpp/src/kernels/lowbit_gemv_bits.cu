@@ -40,16 +40,22 @@ __device__ inline uint2 plane_words(const char* tile, int lane) {
   return *reinterpret_cast<const uint2*>(tile + lane * 8);
 }
 
+// The even bits of one and the odd ones of the other, in one instruction where the compiler would take two.
+__device__ inline uint32_t even_or_odd(uint32_t even, uint32_t odd) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, 0x55555555, 0xE4;" : "=r"(d) : "r"(even), "r"(odd));
+  return d;
+}
+
 // A tile of uniform codes as planes, the lowest first.
 template <int kBits>
 __device__ inline void planes_of(const char* tile, int lane, uint2 (&planes)[kBits]) {
   if constexpr (kBits == 1) {
     planes[0] = plane_words(tile, lane);
   } else {
-    constexpr uint32_t kEven = 0x55555555U;
     const uint4 v = *reinterpret_cast<const uint4*>(tile + lane * 16);
-    planes[0] = make_uint2((v.x & kEven) | (v.y << 1 & ~kEven), (v.z & kEven) | (v.w << 1 & ~kEven));
-    planes[1] = make_uint2((v.x >> 1 & kEven) | (v.y & ~kEven), (v.z >> 1 & kEven) | (v.w & ~kEven));
+    planes[0] = make_uint2(even_or_odd(v.x, v.y << 1), even_or_odd(v.z, v.w << 1));
+    planes[1] = make_uint2(even_or_odd(v.x >> 1, v.y), even_or_odd(v.z >> 1, v.w));
     if constexpr (kBits == 3) planes[2] = plane_words(tile + 2 * kPlane, lane);
   }
 }
@@ -83,6 +89,9 @@ struct Lane {
     powers[0] = strips == 1 || column < 4 ? both : 0;
     powers[1] = column < 4 ? 0 : both;
   }
+
+  // In registers, not made again for every chunk.
+  __device__ void keep() { asm volatile("" : "+r"(powers[0]), "+r"(powers[1]), "+r"(row)); }
 
   // A plane's products with a token's bits, of this lane's row.
   template <int kStrips>
@@ -145,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 2) bits_kernel(const __grid_constant
   extern __shared__ __align__(128) char memory[];
   constexpr int kRows = Kind::kRows;
   constexpr int kBytes = Kind::kBytes;
-  const int part = static_cast<int>(threadIdx.x / 32);
+  const int part = this_warp();
   const int strips = args.strips;
   const int chunks = args.w.chunks;
   const int first = static_cast<int>(blockIdx.x) * Kind::kStrips;
@@ -153,7 +162,8 @@ __global__ void __launch_bounds__(kThreads, 2) bits_kernel(const __grid_constant
   const int ring_bytes = args.stages * kBytes;
   char* const ring = memory + args.places.ring + part * ring_bytes;
   constexpr int kGroups = Kind::kGroups;
-  const Lane at(static_cast<int>(threadIdx.x % 32), Kind::kStrips, args.w.type);
+  Lane at(static_cast<int>(threadIdx.x % 32), Kind::kStrips, args.w.type);
+  if constexpr (kGroups == 1) at.keep();  // others have no registers for it
   const Tokens<AsBits> x_tokens(args, 0, kGroups, memory);
   if (!args.chained) x_tokens.load();  // else they may not be there yet
   if (!args.constant_weight) wait_for_earlier_kernels();
@@ -258,7 +268,7 @@ Gemv kernel_for(const LowbitArgs& given, const GemvArgs& args) {
 bool takes_gemv_bits(const LowbitArgs& given, int device) {
   const int most = given.format == LowbitFormat::kPlanes ? 4 : given.format == LowbitFormat::kUniform ? 3 : 0;
   const GemvArgs args(given, false, device);
-  return given.m == 1 && given.bits <= most && args.w.wide && kernel_for(given, args).fits(args, device);
+  return given.m == 1 && given.bits <= most && args.w.wide && kernel_for(given, args).fits(args);
 }
 
 void run_gemv_bits(const LowbitArgs& given, int device, cudaStream_t stream) {

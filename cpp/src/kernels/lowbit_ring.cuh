@@ -32,7 +32,7 @@ struct GemmArgs {
   int part_chunks, longer_parts;  // K's parts have so many chunks, the first ones one more
   int tokens_read;                // rows of x's box
   uint32_t base;                  // Levels'
-  bool has_zeros, constant_weight;
+  bool has_zeros, constant_weight, chained;
   Places places;
   CUtensorMap codes, scales, zeros, x;
 };
@@ -133,31 +133,41 @@ class Feeder {
                                    args.planes * rows * 2 + (args.has_zeros ? rows : 0));
   }
 
-  // Weights for every stage once; what nothing in flight writes before earlier kernels have ended.
-  __device__ void start() const {
+  __device__ void init() const {
 #pragma unroll 1
     for (int i = 0; i < stages_; ++i) {
       barriers_.full[first_slot_ + i].init(1);
       barriers_.empty[first_slot_ + i].init(Kind::kOfGroup);
     }
     cutlass::arch::fence_barrier_init();
+  }
+
+  // What nothing in flight writes before earlier kernels have ended, for every stage once: chunk by chunk, so that the
+  // first one can be multiplied while the others arrive.
+  __device__ void start(bool weights, bool tokens) const {
     if (!args_.constant_weight) wait_for_earlier_kernels();
     int slot = first_slot_;
 #pragma unroll 1
-    for (int chunk = part_.first; chunk < ahead(); ++chunk) bring_weights(chunk, slot++);
+    for (int chunk = part_.first; chunk < ahead(); ++chunk, ++slot) {
+      if (weights) bring_weights(chunk, slot);
+      if (tokens && !args_.chained) bring_tokens(chunk, slot);
+    }
   }
 
-  // The tokens for these stages, and then all as stages come free.
+  // The rest, as stages come free.
   __device__ void run(bool weights, bool tokens) const {
     wait_for_earlier_kernels();
     int slot = first_slot_;
-    uint32_t phase = 1;  // of the round before
+    if (tokens && args_.chained) {
 #pragma unroll 1
-    for (int chunk = part_.first; chunk < part_.end; ++chunk) {
-      if (chunk >= ahead()) {
-        barriers_.empty[slot].wait(phase);
-        if (weights) bring_weights(chunk, slot);
-      }
+      for (int chunk = part_.first; chunk < ahead(); ++chunk) bring_tokens(chunk, slot++);
+    }
+    slot = first_slot_;
+    uint32_t phase = 0;  // of the round before
+#pragma unroll 1
+    for (int chunk = part_.first + stages_; chunk < part_.end; ++chunk) {
+      barriers_.empty[slot].wait(phase);
+      if (weights) bring_weights(chunk, slot);
       if (tokens) bring_tokens(chunk, slot);
       if (++slot < first_slot_ + stages_) continue;
       slot = first_slot_;
