@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from octofuse.generate import Generator, Sampling, Session
-from octofuse.models import gpt2, quantize_, weight_bytes
+from octofuse.models import quantize_, weight_bytes
 from octofuse.testing.timing import energy
 
 PROMPT = [15496, 11, 314, 1101, 257, 3303, 2746, 11]
@@ -30,6 +30,7 @@ SIZES = {
     "XL": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
     "tiny": {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 50257},
 }
+LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 HEAD = {"lm_head": "w8a8-dynamic"}
 ENGINES: dict[str, tuple[str | None, dict[str, str] | None]] = {
     "octofuse fp16": (None, None),
@@ -211,7 +212,7 @@ def budget(generator: Generator, size: str, engine: str, context: int = 38) -> l
 
 def linear_bytes(model: nn.Module) -> int:
     """Bytes of the blocks' linears: weights, scales and biases."""
-    return sum(weight_bytes(layer) for name, layer in model.named_modules() if name.endswith(gpt2.LINEARS))
+    return sum(weight_bytes(layer) for name, layer in model.named_modules() if name.endswith(LINEARS))
 
 
 def octofuse_rows(

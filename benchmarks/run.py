@@ -44,7 +44,9 @@ def main() -> None:
         tables = {key: value for key, value in result.items() if isinstance(value, list)}
         for key, rows in tables.items():
             show(console, f"{topic}: {key}", rows)
-        console.print({key: value for key, value in result.items() if key not in tables})
+        others = {key: value for key, value in result.items() if key not in tables}
+        if others:
+            console.print(others)
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / f"{topic}.json").write_text(json.dumps(record, indent=1) + "\n")
