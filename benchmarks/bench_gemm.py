@@ -15,7 +15,8 @@ import torch
 from torch.nn.functional import linear
 
 import octofuse
-from octofuse.testing.timing import Captured, device_time, device_times, host_time, overlap
+from octofuse.ops.measure import Captured, device_time, device_times, overlap
+from octofuse.testing.timing import host_time
 
 LARGE = (
     (1024, 2304, 768), (1024, 768, 768), (1024, 3072, 768), (1024, 768, 3072), (8192, 3072, 768), (2048, 1920, 1920),

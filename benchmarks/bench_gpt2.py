@@ -113,7 +113,7 @@ def step_time(session: Session, context: int, steps: int = 16) -> float:
     """Median microseconds of a step behind about `context` positions; every replay stands alone."""
     times = []
     for _ in range(5):
-        session.places.fill_(context - steps)
+        session.positions.fill_(context - steps)
         session.counts.zero_()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         session.step()
@@ -186,7 +186,7 @@ def budget(generator: Generator, size: str, engine: str, context: int = 38) -> l
     from torch.profiler import ProfilerActivity, profile
 
     session = session_of(generator, 1, context)
-    session.places.fill_(context - 8)
+    session.positions.fill_(context - 8)
     for _ in range(3):
         session.step()
     torch.cuda.synchronize()

@@ -18,7 +18,7 @@ import octofuse
 from bench_gemm import LARGE, operand_sets
 from octofuse import layouts
 from octofuse.layouts import COL32, LAYOUTS, ROW, LaidOut, Layout, from_layout, to_layout
-from octofuse.testing.timing import Captured, device_time, device_times, overlap
+from octofuse.ops.measure import Captured, device_time, device_times, overlap
 
 SHAPES = ((2048, 1920, 1920), *(shape for shape in LARGE if shape != (2048, 1920, 1920)))
 ALPHA = 1e-4

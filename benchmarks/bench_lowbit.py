@@ -16,9 +16,10 @@ from torch.nn.functional import linear
 
 import lut_gemv
 from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
+from octofuse.ops.measure import Captured, device_times, overlap
 from octofuse.ops.quantize import quantize_per_token
 from octofuse.quant.packing import packed_rows, packed_words
-from octofuse.testing.timing import Captured, device_times, energy, overlap
+from octofuse.testing.timing import energy
 
 SIZES = (4096, 7168, 8192, 12288)
 MODELS = ((1024, 4096), (5120, 5120), (6144, 4096), (11008, 4096), (4096, 11008), (13824, 5120), (28672, 8192))

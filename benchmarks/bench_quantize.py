@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import octofuse
-from octofuse.testing.timing import device_time
+from octofuse.ops.measure import device_time
 
 SHAPES = ((1, 4096), (64, 4096), (1024, 768), (4096, 4096), (8192, 8192))
 

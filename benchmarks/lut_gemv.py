@@ -37,9 +37,9 @@ def lut_linear(x: Tensor, signs: Tensor, alpha: Tensor) -> Tensor:
     partial = torch.empty(words * 32 // COLUMNS, n, device=x.device)
     lut = library()
     assert lut is not None
-    places = [ctypes.c_void_p(t.data_ptr()) for t in (x, signs, alpha, partial, y)]
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, signs, alpha, partial, y)]
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    error = lut.lut_gemv(*places, planes, n, words * 32, stream)
+    error = lut.lut_gemv(*pointers, planes, n, words * 32, stream)
     if error != 0:
         raise RuntimeError(f"lut_gemv: CUDA error {error}")
     return y

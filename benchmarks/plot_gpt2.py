@@ -21,8 +21,8 @@ def draw_study(axes: Any, rows: list[dict[str, Any]], column: str, label: str) -
     width = 0.8 / len(models)
     for i, model in enumerate(models):
         values = {row["engine"]: row[column] for row in rows if row["model"] == model and row[column] is not None}
-        places = [engines.index(engine) + (i - (len(models) - 1) / 2) * width for engine in values]
-        bars = axes.barh(places, list(values.values()), height=width, label=f"GPT-2 {model}")
+        heights = [engines.index(engine) + (i - (len(models) - 1) / 2) * width for engine in values]
+        bars = axes.barh(heights, list(values.values()), height=width, label=f"GPT-2 {model}")
         axes.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
     axes.set_yticks(range(len(engines)), engines, fontsize=8)
     axes.invert_yaxis()

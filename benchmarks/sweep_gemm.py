@@ -11,7 +11,8 @@ import torch
 import octofuse
 from bench_gemm import operand_sets
 from octofuse import _C
-from octofuse.testing.timing import device_time, environment, overlap
+from octofuse.ops.measure import device_time, overlap
+from octofuse.testing.timing import environment
 
 WEIGHTS = ((768, 768), (2304, 768), (3072, 768), (768, 3072), (1920, 1920), (4800, 1600), (1600, 6400), (1024, 4096),
            (4096, 4096), (6144, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (12288, 12288),

@@ -116,10 +116,10 @@ def held_out_perplexity(model, tokens, device, batch: int = 32) -> tuple[float, 
     windows = tokens[: len(tokens) // CONTEXT * CONTEXT].view(-1, CONTEXT)
     total = 0.0
     with torch.no_grad():
-        for chunk in windows.split(batch):
-            chunk = chunk.to(device)
-            logits = model(chunk).logits[:, :-1].float()
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten(), reduction="sum")
+        for some in windows.split(batch):
+            some = some.to(device)
+            logits = model(some).logits[:, :-1].float()
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), some[:, 1:].flatten(), reduction="sum")
             total += loss.item()
     count = windows.numel() - windows.shape[0]
     return math.exp(total / count), count

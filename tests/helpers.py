@@ -32,7 +32,7 @@ def int8(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 def operands(m: int, n: int, k: int, device: str = "cpu", seed: int = 0) -> Operands:
     g = torch.Generator().manual_seed(seed * 1000003 + m * 7919 + n * 104729 + k)
-    # An accumulator's standard deviation is about 74^2 * sqrt(k): scales that bring t to about 2.
+    # An accumulator's standard deviation is about 74^2 * sqrt(k): scales that make t about 2.
     spread = 2.0 / (74.0**2 * k**0.5)
     made = Operands(
         x=int8((m, k), g),

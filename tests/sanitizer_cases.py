@@ -17,10 +17,10 @@ import torch
 
 import octofuse
 from helpers import FLOATS, engines, operands, served
-from octofuse import _C, layouts
+from octofuse import _C, layouts, reference
 from octofuse.layouts import COL32, LAYOUTS, ROW, from_layout, interleaved, to_layout
 from octofuse.ops import decode
-from octofuse.testing import reference
+from octofuse.ops._calls import LowbitCall
 from test_lowbit_kernels import Weight
 
 # Aligned and ragged, one row and several tiles, K padded inside, a K that wraps every ring of stages.
@@ -145,20 +145,20 @@ def decode_cases() -> int:
                     )  # fmt: skip
                     assert torch.equal(got.cpu(), want), (m, n, k, norm.get("norm"), scale)
                     count += 1
-    places = torch.tensor([0, 130, 299])
+    positions = torch.tensor([0, 130, 299])
     for dtype, heads, size in ((torch.float16, 3, 64), (torch.bfloat16, 2, 40), (torch.float16, 2, 128)):
         cache = torch.randn(2, 3, heads, 300, size).to(dtype).cuda()
         qkv = torch.randn(3, 3 * heads * size).to(dtype).cuda()
-        parts, _ = decode.attend_scratch(3, heads, size, 300, cache.device)
-        scratch = (parts, torch.zeros(3 * heads, dtype=torch.int32).cuda())
-        out = decode.attend(qkv, cache[0], cache[1], places.cuda(), *scratch)
-        q = decode.attend(qkv, cache[0], cache[1], places.cuda(), *scratch, 0.02)
+        partials, _ = decode.attend_scratch(3, heads, size, 300, cache.device)
+        scratch = (partials, torch.zeros(3 * heads, dtype=torch.int32).cuda())
+        out = decode.attend(qkv, cache[0], cache[1], positions.cuda(), *scratch)
+        q = decode.attend(qkv, cache[0], cache[1], positions.cuda(), *scratch, 0.02)
         assert torch.equal(q.cpu(), reference.quantize(out.cpu(), 0.02))
         table = torch.randn(304, heads * size).to(dtype)  # logits then come back in one piece, by no kernel of torch
-        x = decode.embed(places.cuda(), places.cuda(), table.cuda(), table.cuda())
-        assert torch.equal(x.cpu(), table[places] + table[places])
+        x = decode.embed(positions.cuda(), positions.cuda(), table.cuda(), table.cuda())
+        assert torch.equal(x.cpu(), table[positions] + table[positions])
         ids, counts, steps = (torch.zeros(3, dtype=torch.int64).cuda() for _ in range(3))
-        decode.choose(x, ids, torch.zeros(3, 4, dtype=torch.int64).cuda(), counts, steps, True)
+        decode.argmax(x, ids, torch.zeros(3, 4, dtype=torch.int64).cuda(), counts, steps, True)
         assert torch.equal(ids.cpu(), x.cpu().float().argmax(-1))
         if decode.takes_logits(x.device, dtype, x.shape[1]):
             got, want = decode.logits(x, table.cuda()).cpu().float(), x.cpu().float() @ table.float().t()
@@ -186,17 +186,26 @@ def lowbit_cases() -> int:
         _C.lowbit_dequantize(packed, scale, zero, kind, bits, group, k)
         for m in (1, 3, 7, 20, 40, 150):
             x = weight.tokens(m)
-            arguments = (x.cuda(), None, packed, scale, zero, bias, kind, bits, group, None, None, True)
-            got = _C.lowbit_linear(*arguments)
-            if got is None:  # rows that no kernel for so many tokens reads
+            call = LowbitCall(
+                x.cuda(), None, packed, scale, zero, None, kind, bits, group, None, None, None, 0.0, bias, None, None, None,
+                "auto", True,
+            )  # fmt: skip
+            got = _C.lowbit_linear(call)
+            if got is None:  # shapes that no kernel for so many tokens takes
                 continue
             got = got.cpu()
             want = x.double() @ weight.exact.t() + weight.bias.double()
             assert (got.double() - want).abs().max() <= 2e-3 * want.abs().max(), (kind, bits, n, k, group, m)
             count += 1
+            _C.lowbit_linear(call._replace(x=x.char().cuda(), x_scale=torch.ones(m).cuda()))
+            count += 1
             if m < 5:
-                _C.lowbit_linear(x.char().cuda(), torch.ones(m).cuda(), *arguments[2:])
-                count += 1
+                residual, gain = torch.ones(m, n).half().cuda(), torch.ones(k).half().cuda()
+                norm = {"norm": "layer_norm", "norm_weight": gain, "norm_bias": gain, "eps": 1e-5}
+                more = {"activation": "gelu_tanh", "residual": residual, "out_scale": torch.ones(1).cuda()}
+                _C.lowbit_linear(call._replace(**norm))
+                _C.lowbit_linear(call._replace(**norm, **more))
+                count += 2
     return count
 
 

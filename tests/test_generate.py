@@ -46,8 +46,8 @@ def test_logits_are_those_of_the_model(device: str, scheme: str | None) -> None:
     tokens = ids(3, 12).to(device)
     cache = decoder.new_cache(3, 16)
     logits = [decoder.prefill(tokens[:, :5], torch.tensor([5, 5, 5], device=device), cache)]
-    for place in range(5, 12):
-        logits.append(decoder.step(tokens[:, place], torch.full((3,), place, device=device), cache))
+    for position in range(5, 12):
+        logits.append(decoder.step(tokens[:, position], torch.full((3,), position, device=device), cache))
     want = model(tokens).logits[:, 4:]
     got = torch.stack(logits, 1)
     spread = float(want.float().std())
@@ -75,22 +75,22 @@ def test_a_prompt_does_not_see_its_neighbours(device: str, scheme: str, temperat
 def test_a_static_block_keeps_int8_from_c_fc_to_c_proj(device: str) -> None:
     """What a fused block gives is bit for bit what its parts give one after the other."""
     model = model_of("w8a8-static", device)
-    block = Decoder(model).blocks[0]
-    fc, out = block.layers[2], block.layers[3]
-    x = torch.randn(7, fc.weight.shape[1], generator=torch.Generator().manual_seed(3)).to(device, fc.dtype)
-    weight, bias, eps = block.norms[1]
-    q = octofuse.quantize_per_tensor(octofuse.layer_norm(x, weight, bias, eps), fc.scale)
+    parts = Decoder(model).blocks[0]
+    fc, out = parts.up, parts.down
+    x = torch.randn(7, fc.weight.shape[1], generator=torch.Generator().manual_seed(3)).to(device, model.dtype)
+    norm = parts.feed_forward_norm
+    q = octofuse.quantize_per_tensor(octofuse.layer_norm(x, norm.weight, norm.bias, norm.eps), fc.input_scale)
     hidden = octofuse.i8i8_linear(
-        q, fc.weight, fc.scale, fc.int8.weight_scale, fc.bias, activation="gelu_tanh", out_scale=out.scale
+        q, fc.weight, fc.input_scale, fc.weight_scale, fc.bias, activation="gelu_tanh", out_scale=out.input_scale
     )
-    parts = octofuse.i8f16_linear(
-        hidden, out.weight, out.scale, out.int8.weight_scale, out.bias, residual=x, out_dtype=x.dtype
+    want = octofuse.i8f16_linear(
+        hidden, out.weight, out.input_scale, out.weight_scale, out.bias, residual=x, out_dtype=x.dtype
     )
     for rows in (7, 4, 2, 1):
-        fused = fc(x[:rows], norm=block.norms[1], activation="gelu_tanh", reader=out)
+        fused = fc.fused(x[:rows], norm=norm, activation="gelu_tanh", out_scale=out.input_scale)
         assert fused.dtype == torch.int8
         assert torch.equal(fused, hidden[:rows])
-        assert torch.equal(out(fused, residual=x[:rows]), parts[:rows])
+        assert torch.equal(out.fused(fused, residual=x[:rows]), want[:rows])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -119,6 +119,9 @@ def test_sampling_narrows_what_it_draws_from() -> None:
     assert set(Sampling(1.0, top_k=2).choose(logits, noise).tolist()) == {1, 2}
     assert set(Sampling(1.0, top_p=0.85).choose(logits, noise).tolist()) == {1, 2}
     assert set(Sampling(5.0, top_p=1e-6).choose(logits, noise).tolist()) == {1}
+    other = Sampling(1.0, top_p=0.5)  # narrows alike: a graph made for it serves these numbers
+    assert torch.equal(other.choose(logits, noise, Sampling(0.7, top_p=0.85).numbers()),
+                       Sampling(0.7, top_p=0.85).choose(logits, noise))  # fmt: skip
     cold = Sampling(0.1).choose(logits, noise)
     assert float((cold == 1).float().mean()) > 0.99
 

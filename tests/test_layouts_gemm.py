@@ -126,8 +126,8 @@ def test_cublaslt_converts_alike(layout, generator) -> None:
         theirs = converted_by_cublaslt(lambda m=matrix: to_layout(m, layout, engine="cublaslt"), layout)
         if theirs is not None:
             assert torch.equal(from_layout(theirs), matrix), "what they wrote, we read"
-            places = layout.offsets(rows, cols).to(matrix.device)
-            assert torch.equal(theirs.data[places], ours.data[places])
+            offsets = layout.offsets(rows, cols).to(matrix.device)
+            assert torch.equal(theirs.data[offsets], ours.data[offsets])
         back = converted_by_cublaslt(lambda o=ours: from_layout(o, engine="cublaslt"), layout)
         assert back is None or torch.equal(back, matrix), "what we wrote, they read"
         if layout in (COL, COL32):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear
 
+import octofuse
 from octofuse import _C
 from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
 from octofuse.quant import bcq, grid, sparse
@@ -136,6 +137,88 @@ def test_a_token_keeps_its_bits(kind: str, bits: int, n: int, k: int) -> None:
         assert torch.equal(weight.multiply(x[:m]), together[:m]), m
         assert torch.equal(weight.multiply(x[most - m :]), together[most - m :]), m
     assert torch.equal(weight.multiply(x.view(4, -1, k)).view(most, -1), together)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("uniform", 4), ("uniform", 2), ("uniform", 8), ("planes", 3), ("sparse12", 7)]
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_in_front(kind: str, bits: int, dtype: torch.dtype) -> None:
+    """The bits of the norm as an op of its own, in the kernel (up to 4 tokens) or in front of it; views, ragged K."""
+    for n, k, group in (
+        (48, 128, None),
+        (2304, 768, 64),
+        (200, 1600, 128),
+        (130, 4104, 128),
+        (48, 12288, 128),
+        (33, 100, 32),
+    ):
+        weight = Weight(kind, bits, group, n, k, False, dtype)
+        more = {"generator": torch.Generator("cuda").manual_seed(k), "device": "cuda"}
+        gain, shift = torch.randn(k, **more), torch.randn(k, **more)
+        for m in (1, 2, 3, 4, 7):
+            x = torch.randn(m, k + 16, **more).to(dtype)[:, 8 : 8 + k] * 3 + 1
+            for affine in (dtype, torch.float32):
+                w, b = gain.to(affine), shift.to(affine)
+                want = weight.multiply(octofuse.layer_norm(x, w, b, 1e-3))
+                assert torch.equal(weight.multiply(x, norm="layer_norm", norm_weight=w, norm_bias=b, eps=1e-3), want)
+                want = weight.multiply(octofuse.rms_norm(x, w, 1e-3))
+                assert torch.equal(weight.multiply(x, norm="rms_norm", norm_weight=w, eps=1e-3), want)
+            want = weight.multiply(octofuse.layer_norm(x))
+            assert torch.equal(weight.multiply(x, norm="layer_norm"), want)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "planes"])
+@pytest.mark.parametrize("m", [1, 3, 9])
+def test_a_chain_with_norms_keeps_its_bits(kind: str, m: int) -> None:
+    """Captured, each kernel let in before the last has finished, and its norm's weights read before that."""
+    weights = [Weight(kind, 3, 128, 1600, 1600, False, torch.float16) for _ in range(4)]
+    gain = [torch.randn(1600, device="cuda").half() for _ in weights]
+
+    def chain(x: Tensor) -> Tensor:
+        for weight, w in zip(weights * 4, gain * 4, strict=True):
+            norm = {"norm": "layer_norm", "norm_weight": w, "norm_bias": w}
+            x = weight.multiply(x, **norm, activation="gelu_tanh", residual=x, constant_weight=True)
+        return x
+
+    x = weights[0].tokens(m)
+    want = chain(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(x)
+    for _ in range(5):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("m", [1, 4, 20])
+def test_int8_outputs(m: int) -> None:
+    """Rounded once, from fp32: at most the rounding of fp16 away from what is quantised behind it."""
+    for kind, bits in (("uniform", 4), ("uniform", 2), ("planes", 2)):
+        weight = Weight(kind, bits, 64, 130 if m < 5 else 136, 320, False, torch.float16)
+        x = weight.tokens(m)
+        plain = weight.multiply(x, activation="relu")
+        scale = float(plain.float().amax()) / 100
+        got = weight.multiply(x, activation="relu", out_scale=scale)
+        want = octofuse.quantize_per_tensor(plain, scale)
+        assert got.dtype == torch.int8
+        assert (got.int() - want.int()).abs().max() <= 1
+        assert (got != want).float().mean() < 0.02
+
+
+def test_engines_by_name() -> None:
+    weight = Weight("uniform", 2, 128, 256, 512, False, torch.float16)
+    one, two, many = (weight.tokens(m) for m in (1, 2, 20))
+    assert torch.equal(weight.multiply(one, engine="gemv_binary"), weight.multiply(one, engine="gemv_int8"))
+    for x in (one, two, many):
+        own = weight.multiply(x).double()
+        for engine in ("gemm", "dequantized"):
+            assert torch.allclose(weight.multiply(x, engine=engine).double(), own, rtol=4e-3, atol=4e-3)
+    with pytest.raises(ValueError, match=r"engine: expected one that can serve .* gemv_binary: it takes one token"):
+        weight.multiply(two, engine="gemv_binary")
+    with pytest.raises(ValueError, match="engine: expected one of 'auto', 'gemv_binary'"):
+        weight.multiply(two, engine="marlin")
 
 
 @pytest.mark.parametrize("m", [1, 7, 20, 100])

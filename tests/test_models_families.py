@@ -10,7 +10,7 @@ from torch import nn
 
 from octofuse.generate import own_text
 from octofuse.models import distill_, frontier, load, quantize_, save
-from octofuse.models.families import BLOCKS, Source, normed, valued
+from octofuse.models.blocks import BLOCKS, Source, normed, valued
 from octofuse.models.quantize import calibrated, smoothed_sources
 from octofuse.models.smooth import fold
 from octofuse.nn import Int8Linear, WeightOnlyLinear, linear_layers

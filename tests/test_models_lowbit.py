@@ -135,7 +135,7 @@ def test_int8_activations_compile_and_meet_an_offset() -> None:
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for given in (scale, 0.02):
         assert torch.equal(compiled(given), run(given))
-    with pytest.raises(ValueError, match=r"x_scale: expected 1 or 6 elements, got shape \[5, 1\]"):
+    with pytest.raises(ValueError, match=r"x_scale: expected one element or 6 elements .*, got shape \[5, 1\]"):
         run(scale[1:])
 
 

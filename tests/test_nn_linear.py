@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from helpers import DEVICES, FLOATS
+from octofuse import reference
 from octofuse.nn import Int8Linear
 from octofuse.quant import Scheme
 from octofuse.quant.affine import SCHEMES, quantize_weight
-from octofuse.testing import reference
 
 
 def make(scheme: Scheme, device: str, dtype=torch.float32, bias: bool = True) -> tuple[nn.Linear, Int8Linear]:
@@ -36,7 +36,7 @@ def test_forward_is_the_formula(device: str, name: str, dtype: torch.dtype) -> N
     want = reference.linear(q, w, x_scale, w_scale, layer.bias.cpu(), out_dtype=dtype)
     got = quantised(x)
     assert torch.equal(got.cpu(), want)
-    # And it is near the layer that it stands for.
+    # And it is close to the layer that it stands for.
     error = (got.float() - layer(x).float()).norm() / layer(x).float().norm()
     assert error < 0.02
 

@@ -7,7 +7,7 @@ import torch
 
 import octofuse
 from helpers import DEVICES
-from octofuse.testing import reference
+from octofuse import reference
 
 I8 = torch.int8
 M, N, K = 6, 10, 32

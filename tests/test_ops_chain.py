@@ -9,7 +9,7 @@ import torch
 
 import octofuse
 from helpers import int8, operands
-from octofuse.testing.timing import overlap
+from octofuse.ops.measure import overlap
 
 pytestmark = pytest.mark.gpu
 LENGTH = 24

@@ -10,6 +10,7 @@ import torch
 
 import octofuse
 from helpers import DEVICES, operands
+from octofuse.ops._calls import LinearCall
 
 OPS = torch.ops.octofuse
 
@@ -17,18 +18,23 @@ OPS = torch.ops.octofuse
 def samples(device: str) -> dict[str, tuple[tuple, dict]]:
     p = operands(5, 24, 32, device)
     q8 = torch.tensor(0.05, device=device)
-    linear = (p.x, p.w, p.x_scale, p.w_scale, p.bias, "gelu", p.residual, torch.bfloat16, "auto")
-    linear_i8 = (p.x, p.w, p.x_scale, p.w_scale, None, None, None, q8, "auto")
+    zero = torch.zeros(5, dtype=torch.int32, device=device), octofuse.weight_sums(p.w)
+    linear = LinearCall(
+        p.x, p.w, p.x_scale, p.w_scale, p.bias, "gelu", p.residual, torch.bfloat16, None, "auto", None, None, False
+    )  # fmt: skip
+    linear_i8 = linear._replace(bias=None, activation=None, residual=None, out_scale=q8)
+    asymmetric = linear._replace(x_zero_point=zero[0], w_sum=zero[1])
 
     def empty(dtype: torch.dtype) -> dict:
         return {"out": torch.empty(5, 24, dtype=dtype, device=device)}
 
     floats = torch.randn(2, 3, 16, device=device, dtype=torch.float16)
     return {
-        "i8f16_linear": (linear, {}),
-        "i8f16_linear_out": (linear, empty(torch.bfloat16)),
-        "i8i8_linear": (linear_i8, {}),
-        "i8i8_linear_out": (linear_i8, empty(torch.int8)),
+        "linear": (linear, {}),
+        "linear to int8": (linear_i8, {}),
+        "linear with a zero point": (asymmetric, {}),
+        "linear_out": (linear, empty(torch.bfloat16)),
+        "linear_out to int8": (linear_i8, empty(torch.int8)),
         "i8i32_matmul": ((p.x, p.w, "auto"), {}),
         "i8i32_matmul_out": ((p.x, p.w, "auto"), empty(torch.int32)),
         "i8i8_matmul": ((p.x, p.w, 0.01, "auto"), {}),
@@ -43,7 +49,7 @@ def samples(device: str) -> dict[str, tuple[tuple, dict]]:
 @pytest.mark.parametrize("name", list(samples("cpu")))
 def test_opcheck(device: str, name: str) -> None:
     arguments, keywords = samples(device)[name]
-    torch.library.opcheck(getattr(OPS, name).default, arguments, keywords)
+    torch.library.opcheck(getattr(OPS, name.split()[0]).default, tuple(arguments), keywords)
 
 
 def chain(x, w, w_scale, bias, residual):

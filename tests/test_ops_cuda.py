@@ -11,7 +11,7 @@ import torch
 
 import octofuse
 from helpers import engines, operands, served
-from octofuse.testing import reference
+from octofuse import reference
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""Linears that quantise their own input, bit for bit against their parts; embedding, attention and choice against torch."""
+"""Linears that quantise their own input, bit for bit against their parts; embedding, attention and argmax against torch."""
 
 from __future__ import annotations
 
@@ -124,58 +124,58 @@ def test_quantized_linear_refuses_by_name() -> None:
             octofuse.quantized_linear(*arguments, **given)
 
 
-def attended(qkv: Tensor, keys: Tensor, values: Tensor, place: int) -> Tensor:
+def attended(qkv: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
     """One sequence in double precision: [H, D]; keys and values [H, C, D] hold the new token already."""
     heads, _, size = keys.shape
     q = qkv[: heads * size].view(heads, 1, size).double()
-    scores = (q @ keys[:, : place + 1].double().transpose(1, 2)) / math.sqrt(size)
-    return (scores.softmax(-1) @ values[:, : place + 1].double()).view(heads, size)
+    scores = (q @ keys[:, : position + 1].double().transpose(1, 2)) / math.sqrt(size)
+    return (scores.softmax(-1) @ values[:, : position + 1].double()).view(heads, size)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("heads", "size"), [(12, 64), (25, 64), (3, 8), (2, 40), (4, 80), (5, 128)])
 def test_attention(dtype: torch.dtype, heads: int, size: int) -> None:
-    """Any place: the first, the ends of chunks, the last of the cache; in a batch, alone, and in a larger cache."""
+    """Any position: the first, the ends of splits, the last of the cache; in a batch, alone, and in a larger cache."""
     g = torch.Generator().manual_seed(heads * size)
     capacity = 600
-    places = torch.tensor([0, 1, 5, 63, 127, 128, 129, 255, 256, 400, 511, 599])
-    batch = len(places)
+    positions = torch.tensor([0, 1, 5, 63, 127, 128, 129, 255, 256, 400, 511, 599])
+    batch = len(positions)
     cache = torch.randn(2, batch, heads, capacity, size, generator=g).to(dtype)
     qkv = (torch.randn(batch, 3 * heads * size, generator=g) * 1.5).to(dtype)
     want_cache = cache.clone()
     new = qkv.view(batch, 3, heads, size)
-    for i, place in enumerate(places.tolist()):
-        want_cache[:, i, :, place] = new[i, 1:]
+    for i, position in enumerate(positions.tolist()):
+        want_cache[:, i, :, position] = new[i, 1:]
     device_cache = cache.cuda()
     scratch = decode.attend_scratch(batch, heads, size, capacity, device_cache.device)
-    got = decode.attend(qkv.cuda(), device_cache[0], device_cache[1], places.cuda(), *scratch)
+    got = decode.attend(qkv.cuda(), device_cache[0], device_cache[1], positions.cuda(), *scratch)
     assert torch.equal(device_cache.cpu(), want_cache), "exactly the new keys and values were written"
     assert not scratch[1].any(), "ready for the next call"
-    for i, place in enumerate(places.tolist()):
-        want = attended(qkv[i], want_cache[0, i], want_cache[1, i], place)
+    for i, position in enumerate(positions.tolist()):
+        want = attended(qkv[i], want_cache[0, i], want_cache[1, i], position)
         error = (got[i].view(heads, size).cpu().double() - want).abs().max()
-        assert error < (2e-3 if dtype == torch.float16 else 1.6e-2) * float(want.abs().max()), (place, float(error))
+        assert error < (2e-3 if dtype == torch.float16 else 1.6e-2) * float(want.abs().max()), (position, float(error))
     scale = torch.tensor(0.02, device="cuda")
-    q = decode.attend(qkv.cuda(), device_cache[0], device_cache[1], places.cuda(), *scratch, scale)
+    q = decode.attend(qkv.cuda(), device_cache[0], device_cache[1], positions.cuda(), *scratch, scale)
     assert torch.equal(q, octofuse.quantize_per_tensor(got, scale))
     for i in range(batch):  # alone, and in a cache of another capacity: the same bits
         larger = pad(cache[:, i : i + 1], (0, 0, 0, 424)).cuda()
         alone = decode.attend(
-            qkv[i : i + 1].cuda(), larger[0], larger[1], places[i : i + 1].cuda(),
+            qkv[i : i + 1].cuda(), larger[0], larger[1], positions[i : i + 1].cuda(),
             *decode.attend_scratch(1, heads, size, 1024, larger.device),
         )  # fmt: skip
-        assert torch.equal(alone[0], got[i]), int(places[i])
+        assert torch.equal(alone[0], got[i]), int(positions[i])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
-def test_embed_and_choose(dtype: torch.dtype) -> None:
+def test_embed_and_argmax(dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(1)
     tokens, positions = torch.randn(97, 48, generator=g).to(dtype), torch.randn(33, 48, generator=g).to(dtype)
-    ids, places = torch.tensor([0, 96, 5, 5]), torch.tensor([0, 32, 7, 8])
-    got = decode.embed(ids.cuda(), places.cuda(), tokens.cuda(), positions.cuda())
-    assert torch.equal(got.cpu(), tokens[ids] + positions[places])
+    ids, positions = torch.tensor([0, 96, 5, 5]), torch.tensor([0, 32, 7, 8])
+    got = decode.embed(ids.cuda(), positions.cuda(), tokens.cuda(), positions.cuda())
+    assert torch.equal(got.cpu(), tokens[ids] + positions[positions])
     for vocabulary, ld in ((1, 1), (7, 7), (50257, 50257), (50257, 50264), (1000, 1001), (8192, 8192)):
         logits = torch.randn(5, ld, generator=g).to(dtype)[:, :vocabulary]
         logits[1] = 0.25  # all alike: the first
@@ -183,17 +183,17 @@ def test_embed_and_choose(dtype: torch.dtype) -> None:
         logits[3, vocabulary - 1] = float("nan")
         logits[4] = -torch.inf
         state = [torch.zeros(5, dtype=torch.int64, device="cuda") for _ in range(3)]
-        ids_out, counts, places_out = state
+        ids_out, counts, positions_out = state
         history = torch.zeros(5, 3, dtype=torch.int64, device="cuda")
         counts[:] = torch.tensor([0, 1, 2, 0, 1])
-        decode.choose(logits.cuda(), ids_out, history, counts, places_out, True)
+        decode.argmax(logits.cuda(), ids_out, history, counts, positions_out, True)
         want = torch.tensor([int(logits[0].float().argmax()), 0, vocabulary // 2, vocabulary - 1, 0])
         assert torch.equal(ids_out.cpu(), want)
         assert torch.equal(history.cpu()[torch.arange(5), torch.tensor([0, 1, 2, 0, 1])], want)
         assert counts.tolist() == [1, 2, 3, 1, 2]
-        assert places_out.tolist() == [1] * 5
-        decode.choose(logits.cuda(), ids_out, history, torch.zeros_like(counts), places_out, False)
-        assert places_out.tolist() == [1] * 5
+        assert positions_out.tolist() == [1] * 5
+        decode.argmax(logits.cuda(), ids_out, history, torch.zeros_like(counts), positions_out, False)
+        assert positions_out.tolist() == [1] * 5
 
 
 @pytest.mark.gpu
@@ -237,24 +237,24 @@ def test_a_wrong_norm_is_refused_by_its_own_name() -> None:
 def test_wrong_tensors_are_refused_before_a_launch() -> None:
     cache = torch.zeros(2, 2, 3, 40, 16, dtype=torch.float16, device="cuda")
     qkv = torch.zeros(2, 144, dtype=torch.float16, device="cuda")
-    places = torch.zeros(2, dtype=torch.int64, device="cuda")
+    positions = torch.zeros(2, dtype=torch.int64, device="cuda")
     scratch = decode.attend_scratch(2, 3, 16, 40, cache.device)
     for arguments, error, message in (
-        ((qkv.float(), *cache, places), TypeError, "qkv: expected dtype"),
-        ((qkv[:, 1:], *cache, places), ValueError, r"qkv: expected a contiguous tensor of shape \[2, 144\]"),
-        ((qkv.cpu(), *cache, places), ValueError, "qkv: expected a tensor on cuda"),
-        ((qkv, cache[0], cache[1].cpu(), places), ValueError, "values: expected"),
-        ((qkv, cache[0], cache[1][:1], places), ValueError, "values: expected a contiguous tensor"),
-        ((qkv, *cache, places.int()), TypeError, "places: expected dtype int64"),
-        ((qkv, *cache, places[:1]), ValueError, r"places: expected a contiguous tensor of shape \[2\]"),
+        ((qkv.float(), *cache, positions), TypeError, "qkv: expected dtype"),
+        ((qkv[:, 1:], *cache, positions), ValueError, r"qkv: expected a contiguous tensor of shape \[2, 144\]"),
+        ((qkv.cpu(), *cache, positions), ValueError, "qkv: expected a tensor on cuda"),
+        ((qkv, cache[0], cache[1].cpu(), positions), ValueError, "values: expected"),
+        ((qkv, cache[0], cache[1][:1], positions), ValueError, "values: expected a contiguous tensor"),
+        ((qkv, *cache, positions.int()), TypeError, "positions: expected dtype int64"),
+        ((qkv, *cache, positions[:1]), ValueError, r"positions: expected a contiguous tensor of shape \[2\]"),
     ):
         with pytest.raises(error, match=message):
             decode.attend(*arguments, *scratch)
-    with pytest.raises(ValueError, match="parts: expected a contiguous tensor"):
-        decode.attend(qkv, *cache, places, scratch[0][1:], scratch[1])
+    with pytest.raises(ValueError, match="partials: expected a contiguous tensor"):
+        decode.attend(qkv, *cache, positions, scratch[0][1:], scratch[1])
     tokens = torch.zeros(9, 12, dtype=torch.float16, device="cuda")
-    with pytest.raises(ValueError, match=r"tokens: expected \[vocabulary, width\], width a multiple of 8"):
-        decode.embed(places, places, tokens, tokens)
+    with pytest.raises(ValueError, match=r"token_embeddings: expected \[vocabulary, width\], width a multiple of 8"):
+        decode.embed(positions, positions, tokens, tokens)
 
 
 @pytest.mark.gpu
@@ -269,11 +269,11 @@ def test_a_captured_chain_keeps_its_bits(m: int, width: int, static: bool) -> No
     start = torch.randn(m, width, generator=g).half().cuda()
     scale = torch.tensor(0.05, device="cuda") if static else None
 
-    def run(x: Tensor, cache: Tensor, places: Tensor, scratch: tuple[Tensor, Tensor]) -> Tensor:
+    def run(x: Tensor, cache: Tensor, positions: Tensor, scratch: tuple[Tensor, Tensor]) -> Tensor:
         for (qkv, projection, fc, out), (keys, values) in zip(blocks, cache, strict=True):
             first = {"norm": "layer_norm", "norm_weight": qkv[3], "norm_bias": qkv[4], "constant_weight": True}
             y = octofuse.quantized_linear(x, *qkv[:3], x_scale=scale, **first)
-            y = decode.attend(y, keys, values, places, *scratch, scale)
+            y = decode.attend(y, keys, values, positions, *scratch, scale)
             if static:
                 w, w_scale, bias = projection[:3]
                 x = octofuse.i8f16_linear(y, w, scale, w_scale, bias, residual=x, constant_weight=True)
@@ -283,13 +283,13 @@ def test_a_captured_chain_keeps_its_bits(m: int, width: int, static: bool) -> No
             y = octofuse.quantized_linear(x, *fc[:3], activation="gelu_tanh", x_scale=scale, **second)
             x = octofuse.quantized_linear(y, *out[:3], x_scale=scale, residual=x, constant_weight=True)
             x = octofuse.layer_norm(x)
-        places.add_(1)
+        positions.add_(1)
         return x
 
     def state() -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         cache = torch.zeros(depth, 2, m, heads, capacity, size, dtype=torch.float16, device="cuda")
-        places = torch.arange(m, device="cuda")
-        return cache, places, decode.attend_scratch(m, heads, size, capacity, cache.device)
+        positions = torch.arange(m, device="cuda")
+        return cache, positions, decode.attend_scratch(m, heads, size, capacity, cache.device)
 
     plain, captured = state(), state()
     graph = torch.cuda.CUDAGraph()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import octofuse
 from helpers import DEVICES, FLOATS, int8
-from octofuse.testing import reference
+from octofuse import reference
 from octofuse.testing.tolerance import assert_close
 
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

@@ -9,7 +9,7 @@ import torch
 
 import octofuse
 from helpers import DEVICES, FLOATS, engines, int8, operands, served
-from octofuse.testing import reference
+from octofuse import reference
 from octofuse.testing.shapes import EXTENTS, MAX_K, ROWS
 from octofuse.testing.tolerance import assert_close
 

@@ -7,7 +7,7 @@ import torch
 
 import octofuse
 from helpers import DEVICES, FLOATS
-from octofuse.testing import reference
+from octofuse import reference
 
 SHAPES = [(1, 1), (3, 7), (5, 100), (17, 768), (64, 1001), (2, 3, 255), (129, 3420), (4, 8192), (1, 131072)]
 

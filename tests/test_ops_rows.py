@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import octofuse
 from helpers import DEVICES, FLOATS
-from octofuse.testing import reference
+from octofuse import reference
 from octofuse.testing.tolerance import ulp_distance
 
 # One pack, ragged, every register variant (a warp, then blocks of growing rows), beyond all of them, and unaligned.

@@ -8,7 +8,7 @@ from torch import nn
 
 from octofuse.cli.common import calibration_batches, evaluation_tokens, load_float
 from octofuse.models import load, perplexity, quantize_, save
-from octofuse.models.families import normed, valued
+from octofuse.models.blocks import normed, valued
 from octofuse.models.smooth import fold, scales_of
 from octofuse.nn import Int8Linear, linear_layers
 from octofuse.nn.linear import weight_of

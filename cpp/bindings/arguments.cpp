@@ -1,6 +1,9 @@
 #include "arguments.h"
 
+#include <pybind11/gil_safe_call_once.h>
+
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdio>
 
@@ -13,6 +16,25 @@ std::string join(std::initializer_list<DType> types) {
   std::string text;
   for (const DType type : types) text += (text.empty() ? "" : " or ") + std::string(name_of(type));
   return text;
+}
+
+using TorchDTypes = std::array<std::pair<PyObject*, DType>, 5>;
+
+// torch's own objects for dtypes: there is one of each, so a pointer tells them apart. Never destroyed, since the
+// interpreter may be gone before this module is.
+const TorchDTypes& torch_dtypes() {
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<TorchDTypes> storage;
+  return storage
+      .call_once_and_store_result([] {
+        const py::module_ torch = py::module_::import("torch");
+        TorchDTypes found;
+        size_t next = 0;
+        for (const DType type : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8, DType::kInt32}) {
+          found.at(next++) = {py::object(torch.attr(name_of(type))).release().ptr(), type};
+        }
+        return found;
+      })
+      .get_stored();
 }
 
 // The bytes that a tensor spans, as addresses.
@@ -54,7 +76,27 @@ void expect_same_device(const TensorView& tensor, const TensorView& reference) {
                      tensor.device_text());
 }
 
-DType parse_dtype(const std::string& name, const char* argument, std::initializer_list<DType> allowed) {
+std::string parse_str(py::handle object, const char* name) {
+  if (!py::isinstance<py::str>(object)) {
+    refuse<TypeError>(name, "str", std::string(Py_TYPE(object.ptr())->tp_name));
+  }
+  return object.cast<std::string>();
+}
+
+DType parse_dtype(py::handle object, const char* argument, std::initializer_list<DType> allowed) {
+  for (const auto& [dtype, type] : torch_dtypes()) {
+    if (dtype != object.ptr()) continue;
+    if (std::find(allowed.begin(), allowed.end(), type) != allowed.end()) return type;
+    refuse<ValueError>(argument, "torch dtype " + join(allowed), name_of(type));
+  }
+  const std::string text = py::str(object);
+  if (text.rfind("torch.", 0) != 0) {
+    refuse<TypeError>(argument, "torch.dtype", std::string(Py_TYPE(object.ptr())->tp_name));
+  }
+  refuse<ValueError>(argument, "torch dtype " + join(allowed), text.substr(6));
+}
+
+DType parse_dtype_name(const std::string& name, const char* argument, std::initializer_list<DType> allowed) {
   for (const DType type : allowed) {
     if (name == name_of(type)) return type;
   }
@@ -66,12 +108,26 @@ Activation parse_activation(py::handle object) {
   if (!py::isinstance<py::str>(object)) {
     refuse<TypeError>("activation", "str or None", std::string(Py_TYPE(object.ptr())->tp_name));
   }
-  const auto name = object.cast<std::string>();
-  if (name == "relu") return Activation::kRelu;
-  if (name == "gelu") return Activation::kGelu;
-  if (name == "gelu_tanh") return Activation::kGeluTanh;
-  if (name == "silu") return Activation::kSilu;
-  refuse<ValueError>("activation", "None, 'relu', 'gelu', 'gelu_tanh' or 'silu'", "'" + name + "'");
+  const auto given = object.cast<std::string>();
+#define OCTOFUSE_ACTIVATION(id, name) \
+  if (given == name) return Activation::k##id;
+#include "octofuse/activations.def"
+#undef OCTOFUSE_ACTIVATION
+  refuse<ValueError>("activation", "None, " + activation_names(), "'" + given + "'");
+}
+
+std::string activation_names() {
+  const char* const names[] = {
+#define OCTOFUSE_ACTIVATION(id, name) name,
+#include "octofuse/activations.def"
+#undef OCTOFUSE_ACTIVATION
+  };
+  std::string text;
+  const size_t count = std::size(names);
+  for (size_t i = 0; i < count; ++i) {
+    text += std::string(i == 0 ? "'" : i + 1 < count ? ", '" : " or '") + names[i] + "'";
+  }
+  return text;
 }
 
 ScaleView parse_scale(py::handle object, const char* name, int64_t count, const TensorView& reference) {

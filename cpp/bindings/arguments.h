@@ -19,8 +19,16 @@ void expect_same_device(const TensorView& tensor, const TensorView& reference);
 // cpu or cuda; anything else (and cuda in a CPU-only build) is refused.
 void expect_known_device(const TensorView& tensor);
 
-DType parse_dtype(const std::string& name, const char* argument, std::initializer_list<DType> allowed);
+// A torch dtype; `allowed`, by the names that torch prints.
+DType parse_dtype(py::handle dtype, const char* argument, std::initializer_list<DType> allowed);
+// The same by its name, as selection and tuning know it.
+DType parse_dtype_name(const std::string& name, const char* argument, std::initializer_list<DType> allowed);
+// None or a name of activations.def.
 Activation parse_activation(py::handle name);
+// "'relu', 'gelu', 'gelu_tanh' or 'silu'"
+std::string activation_names();
+// A field that Python has checked: None is a TypeError like any other wrong type.
+std::string parse_str(py::handle object, const char* name);
 
 // A Python number, or an fp32 tensor with one element or, if `count` > 0, `count` of them ([count] or [count, 1]).
 ScaleView parse_scale(py::handle object, const char* name, int64_t count, const TensorView& reference);

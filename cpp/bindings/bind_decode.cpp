@@ -1,8 +1,9 @@
-// What a decoding step calls: a linear layer that quantises its own input, and embedding, attention and the choice of
-// the next token. CPU tensors are checked here and computed in Python (None).
+// What a decoding step calls: a linear layer that quantises its own input, and embedding, attention and the argmax of
+// its logits. CPU tensors are checked here and computed in Python (None).
 #include <algorithm>
 
 #include "arguments.h"
+#include "call.h"
 #include "linear_call.h"
 #include "module.h"
 #include "octofuse/decode.h"
@@ -14,24 +15,26 @@ namespace octofuse {
 namespace {
 
 // norm: None, "layer_norm" or "rms_norm"; x_scale None: a scale for each token. x may be int8 already, with x_scale.
-py::object quantized_linear(py::handle x, py::handle w, py::handle w_scale, py::handle bias, py::handle x_scale,
-                            py::handle norm, py::handle norm_weight, py::handle norm_bias, py::handle eps,
-                            py::handle activation, py::handle residual, const std::string& out_dtype,
-                            py::handle out_scale, bool constant_weight) {
-  LinearCall call = checked_operands(x, w, {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8});
+py::object quantized_linear(const py::tuple& fields) {
+  const RowLinearFields f(fields);
+  LinearCall call = checked_operands(f.x, f.w, {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8});
   const bool given = call.x.dtype == DType::kInt8;
   RowPassArgs rows;
   if (!given) rows = checked_rows(call.x);
-  if (given && x_scale.is_none()) refuse<ValueError>("x_scale", "the scale of an int8 x", "None");
-  if (given && !norm.is_none()) refuse<ValueError>("norm", "None for an int8 x", "'" + norm.cast<std::string>() + "'");
-  if (!norm.is_none()) {
-    parse_norm(norm.cast<std::string>(), {norm_weight, norm_bias, eps, "norm_weight", "norm_bias"}, call.x, rows);
+  if (given && f.x_scale.is_none()) refuse<ValueError>("x_scale", "the scale of an int8 x", "None");
+  if (given && !f.norm.is_none()) {
+    refuse<ValueError>("norm", "None for an int8 x", "'" + parse_str(f.norm, "norm") + "'");
+  }
+  if (!f.norm.is_none()) {
+    parse_norm(parse_str(f.norm, "norm"), {f.norm_weight, f.norm_bias, f.eps, "norm_weight", "norm_bias"}, call.x,
+               rows);
   }
   GemmArgs& args = call.args;
-  if (!x_scale.is_none()) rows.scale = parse_scale(x_scale, "x_scale", given ? args.m : -1, call.x);
-  parse_epilogue(call, w_scale, bias, activation, residual);
-  args.constant_weight = constant_weight;
-  args.out_type = parse_output(call, out_dtype, out_scale);
+  const bool per_token = f.x_scale.is_none();
+  if (!per_token) rows.scale = parse_scale(f.x_scale, "x_scale", given ? args.m : -1, call.x);
+  parse_epilogue(call, f.w_scale, f.bias, f.activation, f.residual);
+  args.constant_weight = f.constant_weight.cast<bool>();
+  args.out_type = parse_output(call, f.out_dtype, f.out_scale);
   args.ldo = args.n;
   if (call.x.on_cpu()) return py::none();
   const int device = call.x.device();
@@ -44,7 +47,7 @@ py::object quantized_linear(py::handle x, py::handle w, py::handle w_scale, py::
     args.epilogue.x_scale = rows.scale;
     run_gemm(select(problem_of(call), device_capability(device), "auto"), args, device, stream, allocate);
   } else {
-    run_row_linear(rows, x_scale.is_none(), args, problem_of(call), device, stream, allocate);
+    run_row_linear(rows, per_token, args, problem_of(call), device, stream, allocate);
   }
   return result;
 }
@@ -76,10 +79,11 @@ void expect_aligned(const TensorView& tensor) {
   refuse<ValueError>(tensor.name, "data that starts at a multiple of 16 bytes", "a view into the middle of a tensor");
 }
 
-// qkv [B, 3 * H * D], keys and values [B, H, C, D], places [B] -> [B, H * D] in qkv's dtype, or int8 by `scale`.
-// parts: fp32, attend_parts() of them; arrivals: int32 [B * H], zero.
-py::object attend_op(py::handle qkv_object, py::handle keys_object, py::handle values_object, py::handle places_object,
-                     py::handle parts_object, py::handle arrivals_object, py::handle scale) {
+// qkv [B, 3 * H * D], keys and values [B, H, C, D], positions [B] -> [B, H * D] in qkv's dtype, or int8 by `scale`.
+// partials: fp32, attend_partials() of them; arrivals: int32 [B * H], zero.
+py::object attend_op(py::handle qkv_object, py::handle keys_object, py::handle values_object,
+                     py::handle positions_object, py::handle partials_object, py::handle arrivals_object,
+                     py::handle scale) {
   const TensorView qkv(qkv_object, "qkv");
   const TensorView keys(keys_object, "keys");
   const TensorView values(values_object, "values");
@@ -97,14 +101,14 @@ py::object attend_op(py::handle qkv_object, py::handle keys_object, py::handle v
   expect_tensor(values, shape_of(keys), qkv);
   expect_tensor(qkv, {batch, 3 * heads * size}, qkv);
   for (const TensorView* tensor : {&qkv, &keys, &values}) expect_aligned(*tensor);
-  const TensorView places(places_object, "places");
-  const TensorView parts(parts_object, "parts");
+  const TensorView positions(positions_object, "positions");
+  const TensorView partials(partials_object, "partials");
   const TensorView arrivals(arrivals_object, "arrivals");
   AttendArgs args;
-  args.places = expect_int64(places, {batch}, qkv);
-  expect_dtype(parts, {DType::kFloat32});
+  args.positions = expect_int64(positions, {batch}, qkv);
+  expect_dtype(partials, {DType::kFloat32});
   expect_dtype(arrivals, {DType::kInt32});
-  expect_tensor(parts, {attend_parts(batch, heads, size, keys.size(2))}, qkv);
+  expect_tensor(partials, {attend_partials(batch, heads, size, keys.size(2))}, qkv);
   expect_tensor(arrivals, {batch * heads}, qkv);
   args.batch = static_cast<int>(batch);
   args.heads = static_cast<int>(heads);
@@ -115,7 +119,7 @@ py::object attend_op(py::handle qkv_object, py::handle keys_object, py::handle v
   args.ldqkv = 3 * heads * size;
   args.keys = keys.data();
   args.values = values.data();
-  args.parts = parts.data<float>();
+  args.partials = partials.data<float>();
   args.arrivals = arrivals.data<uint32_t>();
   if (!scale.is_none()) {
     args.scale = parse_scale(scale, "scale", -1, qkv);
@@ -127,35 +131,37 @@ py::object attend_op(py::handle qkv_object, py::handle keys_object, py::handle v
   return result;
 }
 
-// ids, places [B]; tokens [V, W], positions [P, W] -> tokens[ids] + positions[places], [B, W].
-py::object embed_op(py::handle ids_object, py::handle places_object, py::handle tokens_object,
-                    py::handle positions_object) {
-  const TensorView tokens(tokens_object, "tokens");
-  const TensorView positions(positions_object, "positions");
-  expect_half(tokens);
-  if (tokens.ndim() != 2 || tokens.size(1) % 8 != 0) {
-    refuse<ValueError>("tokens", "[vocabulary, width], width a multiple of 8", "shape " + tokens.shape_text());
+// ids, positions [B]; token_embeddings [V, W], position_embeddings [P, W] -> their sum for each token, [B, W].
+py::object embed_op(py::handle ids_object, py::handle positions_object, py::handle token_embeddings,
+                    py::handle position_embeddings) {
+  const TensorView table(token_embeddings, "token_embeddings");
+  const TensorView of_positions(position_embeddings, "position_embeddings");
+  expect_half(table);
+  if (table.ndim() != 2 || table.size(1) % 8 != 0) {
+    refuse<ValueError>(table.name, "[vocabulary, width], width a multiple of 8", "shape " + table.shape_text());
   }
-  if (positions.ndim() != 2) refuse<ValueError>("positions", "[P, width]", "shape " + positions.shape_text());
-  expect_dtype(positions, {tokens.dtype});
-  expect_tensor(tokens, shape_of(tokens), tokens);
-  expect_tensor(positions, {positions.size(0), tokens.size(1)}, tokens);
-  expect_aligned(tokens);
-  expect_aligned(positions);
+  if (of_positions.ndim() != 2) {
+    refuse<ValueError>(of_positions.name, "[P, width]", "shape " + of_positions.shape_text());
+  }
+  expect_dtype(of_positions, {table.dtype});
+  expect_tensor(table, shape_of(table), table);
+  expect_tensor(of_positions, {of_positions.size(0), table.size(1)}, table);
+  expect_aligned(table);
+  expect_aligned(of_positions);
   const TensorView ids(ids_object, "ids");
-  const TensorView places(places_object, "places");
+  const TensorView positions(positions_object, "positions");
   const int64_t batch = ids.numel();
   EmbedArgs args;
-  args.ids = expect_int64(ids, {batch}, tokens);
-  args.places = expect_int64(places, {batch}, tokens);
+  args.ids = expect_int64(ids, {batch}, table);
+  args.positions = expect_int64(positions, {batch}, table);
   args.batch = static_cast<int>(batch);
-  args.width = static_cast<int>(tokens.size(1));
-  args.type = tokens.dtype;
-  args.tokens = tokens.data();
-  args.positions = positions.data();
-  const TensorFactory factory(tokens.dl.device);
-  py::object result = factory.make({batch, tokens.size(1)}, tokens.dtype, &args.out);
-  embed(args, tokens.device(), factory.current_stream());
+  args.width = static_cast<int>(table.size(1));
+  args.type = table.dtype;
+  args.token_embeddings = table.data();
+  args.position_embeddings = of_positions.data();
+  const TensorFactory factory(table.dl.device);
+  py::object result = factory.make({batch, table.size(1)}, table.dtype, &args.out);
+  embed(args, table.device(), factory.current_stream());
   return result;
 }
 
@@ -187,16 +193,16 @@ py::object logits_op(py::handle x_object, py::handle w_object) {
   return result;
 }
 
-// logits [B, V], rows dense; ids, counts, places [B] and history [B, C] are written (decode.h).
-void choose_op(py::handle logits_object, py::handle ids_object, py::handle history_object, py::handle counts_object,
-               py::handle places_object, bool advance) {
+// logits [B, V], rows dense; ids, counts, positions [B] and history [B, C] are written (decode.h).
+void argmax_op(py::handle logits_object, py::handle ids_object, py::handle history_object, py::handle counts_object,
+               py::handle positions_object, bool advance) {
   const TensorView logits(logits_object, "logits");
   expect_half(logits);
   if (logits.ndim() != 2 || logits.size(1) < 1) refuse<ValueError>("logits", "[B, V]", "shape " + logits.shape_text());
   const TensorView history(history_object, "history");
   const int64_t batch = logits.size(0);
   if (history.ndim() != 2) refuse<ValueError>("history", "[B, capacity]", "shape " + history.shape_text());
-  ChooseArgs args;
+  ArgmaxArgs args;
   args.batch = static_cast<int>(batch);
   args.vocabulary = static_cast<int>(logits.size(1));
   args.type = logits.dtype;
@@ -206,25 +212,23 @@ void choose_op(py::handle logits_object, py::handle ids_object, py::handle histo
   args.history = expect_int64(history, {batch, history.size(1)}, logits);
   args.history_ld = history.size(1);
   args.counts = expect_int64(TensorView(counts_object, "counts"), {batch}, logits);
-  args.places = expect_int64(TensorView(places_object, "places"), {batch}, logits);
+  args.positions = expect_int64(TensorView(positions_object, "positions"), {batch}, logits);
   args.advance = advance ? 1 : 0;
-  choose(args, logits.device(), TensorFactory(logits.dl.device).current_stream());
+  argmax(args, logits.device(), TensorFactory(logits.dl.device).current_stream());
 }
 
 }  // namespace
 
 void bind_decode(py::module_& module) {
-  module.def("quantized_linear", &quantized_linear, py::arg("x"), py::arg("w"), py::arg("w_scale"), py::arg("bias"),
-             py::arg("x_scale"), py::arg("norm"), py::arg("norm_weight"), py::arg("norm_bias"), py::arg("eps"),
-             py::arg("activation"), py::arg("residual"), py::arg("out_dtype"), py::arg("out_scale"),
-             py::arg("constant_weight"));
-  module.def("attend", &attend_op, py::arg("qkv"), py::arg("keys"), py::arg("values"), py::arg("places"),
-             py::arg("parts"), py::arg("arrivals"), py::arg("scale"));
-  module.def("attend_parts", &attend_parts, py::arg("batch"), py::arg("heads"), py::arg("head_size"),
+  module.def("quantized_linear", &quantized_linear, py::arg("call"));
+  module.def("attend", &attend_op, py::arg("qkv"), py::arg("keys"), py::arg("values"), py::arg("positions"),
+             py::arg("partials"), py::arg("arrivals"), py::arg("scale"));
+  module.def("attend_partials", &attend_partials, py::arg("batch"), py::arg("heads"), py::arg("head_size"),
              py::arg("capacity"));
-  module.def("embed", &embed_op, py::arg("ids"), py::arg("places"), py::arg("tokens"), py::arg("positions"));
-  module.def("choose", &choose_op, py::arg("logits"), py::arg("ids"), py::arg("history"), py::arg("counts"),
-             py::arg("places"), py::arg("advance"));
+  module.def("embed", &embed_op, py::arg("ids"), py::arg("positions"), py::arg("token_embeddings"),
+             py::arg("position_embeddings"));
+  module.def("argmax", &argmax_op, py::arg("logits"), py::arg("ids"), py::arg("history"), py::arg("counts"),
+             py::arg("positions"), py::arg("advance"));
   module.def("takes_logits", &takes_logits, py::arg("k"), py::arg("device"));
   module.def("logits", &logits_op, py::arg("x"), py::arg("w"));
 }

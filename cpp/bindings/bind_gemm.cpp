@@ -4,6 +4,8 @@
 #include <map>
 #include <optional>
 
+#include "arguments.h"
+#include "call.h"
 #include "linear_call.h"
 #include "module.h"
 #include "octofuse/error.h"
@@ -39,22 +41,19 @@ py::object run(LinearCall& call, DType out_type, const std::string& engine, py::
   return result;
 }
 
-py::object linear(py::handle x, py::handle w, py::handle x_scale, py::handle w_scale, py::handle bias,
-                  py::handle activation, py::handle residual, const std::string& out_dtype, py::handle out_scale,
-                  const std::string& engine, py::handle out, py::handle x_zero_point, py::handle w_sum,
-                  bool constant_weight) {
-  LinearCall call = checked_operands(x, w);
-  call.args.constant_weight = constant_weight;
-  call.args.epilogue.x_scale = parse_scale(x_scale, "x_scale", call.args.m, call.x);
-  parse_epilogue(call, w_scale, bias, activation, residual);
-  parse_zero_point(call, x_zero_point, w_sum);
-  return run(call, parse_output(call, out_dtype, out_scale), engine, out);
+py::object linear(const py::tuple& fields, py::handle out) {
+  const LinearFields given(fields);
+  LinearCall call = checked_operands(given.x, given.w);
+  call.args.constant_weight = given.constant_weight.cast<bool>();
+  call.args.epilogue.x_scale = parse_scale(given.x_scale, "x_scale", call.args.m, call.x);
+  parse_epilogue(call, given.w_scale, given.bias, given.activation, given.residual);
+  parse_zero_point(call, given.x_zero_point, given.w_sum);
+  return run(call, parse_output(call, given.out_dtype, given.out_scale), parse_str(given.engine, "engine"), out);
 }
 
 // int32 accumulators, or with `alpha` their requantisation clamp(rne(float(acc) * alpha), -128, 127).
 py::object matmul(py::handle x, py::handle w, py::handle alpha, const std::string& engine, py::handle out) {
   LinearCall call = checked_operands(x, w);
-  call.raw = true;
   if (alpha.is_none()) return run(call, DType::kInt32, engine, out);
   if (PyFloat_Check(alpha.ptr()) == 0) {
     refuse<TypeError>("alpha", "float", std::string(Py_TYPE(alpha.ptr())->tp_name));
@@ -68,21 +67,27 @@ py::object matmul(py::handle x, py::handle w, py::handle alpha, const std::strin
 std::vector<std::pair<int, double>> tune(py::handle x, py::handle w, bool int8_output) {
   LinearCall call = checked_operands(x, w);
   if (call.x.on_cpu()) refuse<ValueError>("x", "a tensor on cuda", call.x.device_text());
-  call.raw = true;
   call.args.out_type = int8_output ? DType::kInt8 : DType::kInt32;
   call.args.epilogue.clamp_low = -128;
   call.args.ldo = call.args.n;
   if (call.args.m < 1) refuse<ValueError>("x", "at least one row", "shape " + call.x.shape_text());
   select(problem_of(call), device_capability(call.x.device()), "cublaslt");  // refuses with the reason
   TensorFactory factory(call.x.dl.device);
-  const Allocator allocate = [&factory](size_t bytes) { return factory.scratch(bytes); };
+  // Measuring waits for the device: other threads may run meanwhile, but not while torch's allocator is asked.
+  const Allocator allocate = [&factory](size_t bytes) {
+    const py::gil_scoped_acquire acquired;
+    return factory.scratch(bytes);
+  };
   call.args.out = allocate(static_cast<size_t>(call.args.m * call.args.n) * size_of(call.args.out_type));
-  return tune_cublaslt(call.args, call.x.device(), factory.current_stream(), allocate);
+  const Stream stream = factory.current_stream();
+  const int device = call.x.device();
+  const py::gil_scoped_release released;
+  return tune_cublaslt(call.args, device, stream, allocate);
 }
 
 DType parse_output(const std::string& out_dtype) {
-  return parse_dtype(out_dtype, "out_dtype",
-                     {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8, DType::kInt32});
+  return parse_dtype_name(out_dtype, "out_dtype",
+                          {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8, DType::kInt32});
 }
 
 GemmProblem problem_of(int64_t m, int64_t n, int64_t k, const std::string& out_dtype, bool raw,
@@ -114,6 +119,24 @@ TunedTable table_of(const std::vector<TunedEntry>& entries) {
   return table;
 }
 
+py::dict dict_of(const GemmProblem& problem, const Capability& capability, const std::string& engine) {
+  const Decision decision = explain(problem, capability, engine);
+  py::dict result;
+  result["chosen"] = decision.chosen->name;
+  result["captured"] = captured_kernel(problem, capability, *decision.chosen);
+  result["why"] = decision.why;
+  result["declined"] = decision.declined;
+  return result;
+}
+
+// The choice on a device that is here, with what was measured on it.
+py::dict explain_here(int64_t m, int64_t n, int64_t k, const std::string& out_dtype, bool raw, bool double_activation,
+                      const std::string& engine, int device) {
+  read_tuning_once(device);
+  return dict_of(problem_of(m, n, k, out_dtype, raw, double_activation), device_capability(device), engine);
+}
+
+// The choice for a device that need not be here.
 py::dict explain_problem(int64_t m, int64_t n, int64_t k, const std::string& out_dtype, bool raw,
                          bool double_activation, const std::string& engine, int compute_capability, int sm_count,
                          bool cublaslt, const std::vector<TunedEntry>& tuned) {
@@ -123,12 +146,7 @@ py::dict explain_problem(int64_t m, int64_t n, int64_t k, const std::string& out
   capability.cublaslt = cublaslt;
   capability.cublaslt_why = "libcublasLt could not be loaded";
   capability.tuned = &table;
-  const Decision decision = explain(problem, capability, engine);
-  py::dict result;
-  result["chosen"] = decision.chosen->name;
-  result["why"] = decision.why;
-  result["declined"] = decision.declined;
-  return result;
+  return dict_of(problem, capability, engine);
 }
 
 std::vector<std::pair<std::string, double>> estimate_problem(int64_t m, int64_t n, int64_t k,
@@ -154,13 +172,29 @@ std::map<std::string, TimeModel> features_of_problem(int64_t m, int64_t n, int64
 }  // namespace
 
 void bind_gemm(py::module_& module) {
-  module.def("linear", &linear, py::arg("x"), py::arg("w"), py::arg("x_scale"), py::arg("w_scale"), py::arg("bias"),
-             py::arg("activation"), py::arg("residual"), py::arg("out_dtype"), py::arg("out_scale"), py::arg("engine"),
-             py::arg("out"), py::arg("x_zero_point"), py::arg("w_sum"), py::arg("constant_weight"));
+  module.def("linear", &linear, py::arg("call"), py::arg("out"));
+  module.def("call_fields", [] {
+    py::dict fields;
+    fields["LinearCall"] = LinearFields::names();
+    fields["RowLinearCall"] = RowLinearFields::names();
+    fields["LowbitCall"] = LowbitFields::names();
+    fields["RowsCall"] = RowsFields::names();
+    fields["Col32Call"] = Col32Fields::names();
+    return fields;
+  });
+  module.def("activations", [] {
+    py::list names;
+#define OCTOFUSE_ACTIVATION(id, name) names.append(name);
+#include "octofuse/activations.def"
+#undef OCTOFUSE_ACTIVATION
+    return names;
+  });
   module.def("matmul", &matmul, py::arg("x"), py::arg("w"), py::arg("alpha"), py::arg("engine"), py::arg("out"));
   module.def("select", &explain_problem, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("raw"),
              py::arg("double_activation"), py::arg("engine"), py::arg("compute_capability"), py::arg("sm_count"),
              py::arg("cublaslt"), py::arg("tuned") = std::vector<TunedEntry>());
+  module.def("explain", &explain_here, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("raw"),
+             py::arg("double_activation"), py::arg("engine"), py::arg("device"));
   module.def("estimates", &estimate_problem, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"),
              py::arg("raw"), py::arg("device"));
   module.def("features", &features_of_problem, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("sm_count"));

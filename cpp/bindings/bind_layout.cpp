@@ -4,6 +4,7 @@
 
 #include <array>
 
+#include "call.h"
 #include "linear_call.h"
 #include "module.h"
 #include "octofuse/epilogue_pass.h"
@@ -120,8 +121,7 @@ py::object quantize_col32(py::handle x_object, py::handle scale) {
   return py::make_tuple(q, scales);
 }
 
-py::object dequantize_col32(py::handle q_object, int64_t rows, int64_t cols, py::handle scale,
-                            const std::string& out_dtype) {
+py::object dequantize_col32(py::handle q_object, int64_t rows, int64_t cols, py::handle scale, py::handle out_dtype) {
   const TensorView q(q_object, "q");
   expect_dtype(q, {DType::kInt8, DType::kInt32});
   check_laid_out(q, order_named("COL32", "", cols), rows, cols);
@@ -145,7 +145,7 @@ using Sizes = std::array<int64_t, 3>;  // M, N, K
 
 LinearCall laid_out_operands(py::handle x, py::handle w, const Sizes& sizes, const MatrixOrder& x_order,
                              const MatrixOrder& w_order) {
-  LinearCall call{TensorView(x, "x"), TensorView(w, "w"), {}, {}, {}, {}, {}, false, {}};
+  LinearCall call{TensorView(x, "x"), TensorView(w, "w"), {}, {}, {}, {}, {}, {}};
   expect_dtype(call.x, {DType::kInt8});
   expect_dtype(call.w, {DType::kInt8});
   expect_same_device(call.w, call.x);
@@ -163,23 +163,22 @@ LinearCall laid_out_operands(py::handle x, py::handle w, const Sizes& sizes, con
 }
 
 // The formula of `linear` (bind_gemm.cpp) on COL32 operands. out_dtype "int32": the accumulators alone; "int8" without
-// out_scale: down to -128; out_order: "COL32" or "ROW".
-py::object linear_col32(py::handle x, py::handle w, const Sizes& sizes, py::handle x_scale, py::handle w_scale,
-                        py::handle bias, py::handle activation, py::handle residual, const std::string& out_dtype,
-                        py::handle out_scale, const std::string& out_order) {
+// out_scale: down to -128; out_layout: "COL32" or "ROW".
+py::object linear_col32(const py::tuple& fields) {
+  const Col32Fields given(fields);
   const MatrixOrder col32 = order_named("COL32", "", 0);
-  LinearCall call = laid_out_operands(x, w, sizes, col32, col32);
+  LinearCall call = laid_out_operands(given.x, given.w, given.sizes.cast<Sizes>(), col32, col32);
   GemmArgs& args = call.args;
-  args.out_type = parse_dtype(out_dtype, "out_dtype",
+  args.out_type = parse_dtype(given.out_dtype, "out_dtype",
                               {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8, DType::kInt32});
   if (args.out_type != DType::kInt32) {
-    args.epilogue.x_scale = parse_scale(x_scale, "x_scale", args.m, call.x);
-    args.epilogue.w_scale = parse_scale(w_scale, "w_scale", args.n, call.x);
-    parse_bias(call, bias);
-    args.epilogue.activation = parse_activation(activation);
-    parse_residual(call, residual);
-    if (!out_scale.is_none()) {
-      args.epilogue.out_scale = parse_scale(out_scale, "out_scale", -1, call.x);
+    args.epilogue.x_scale = parse_scale(given.x_scale, "x_scale", args.m, call.x);
+    args.epilogue.w_scale = parse_scale(given.w_scale, "w_scale", args.n, call.x);
+    parse_bias(call, given.bias);
+    args.epilogue.activation = parse_activation(given.activation);
+    parse_residual(call, given.residual);
+    if (!given.out_scale.is_none()) {
+      args.epilogue.out_scale = parse_scale(given.out_scale, "out_scale", -1, call.x);
     } else if (args.out_type == DType::kInt8) {
       args.epilogue.clamp_low = -128;  // the raw requantisation of i8i8_matmul
     }
@@ -190,7 +189,7 @@ py::object linear_col32(py::handle x, py::handle w, const Sizes& sizes, py::hand
     refuse<ValueError>("x", "a device with compute capability 8.0 that this build has kernels for",
                        call.x.device_text());
   }
-  const bool rows = out_order == "ROW";
+  const bool rows = parse_str(given.out_layout, "out_layout") == "ROW";
   args.k = col32.padded_cols(args.k);
   args.ldx = 32 * args.m;
   args.ldw = 32 * args.n;
@@ -257,9 +256,7 @@ void bind_layout(py::module_& module) {
   module.def("quantize_col32", &quantize_col32, py::arg("x"), py::arg("scale"));
   module.def("dequantize_col32", &dequantize_col32, py::arg("q"), py::arg("rows"), py::arg("cols"), py::arg("scale"),
              py::arg("out_dtype"));
-  module.def("linear_col32", &linear_col32, py::arg("x"), py::arg("w"), py::arg("sizes"), py::arg("x_scale"),
-             py::arg("w_scale"), py::arg("bias"), py::arg("activation"), py::arg("residual"), py::arg("out_dtype"),
-             py::arg("out_scale"), py::arg("out_layout"));
+  module.def("linear_col32", &linear_col32, py::arg("call"));
   module.def("matmul_ordered", &matmul_ordered, py::arg("x"), py::arg("w"), py::arg("sizes"), py::arg("layouts"),
              py::arg("alpha"), py::arg("algorithm"));
   module.def("cublaslt_algorithms", &probe, py::arg("sizes"), py::arg("layouts"), py::arg("int8_output"),

@@ -1,7 +1,11 @@
-// Linears with weights of 1 to 8 bits. What no kernel takes is checked here and computed in Python (None).
+// Linears with weights of 1 to 8 bits. What the engine "dequantized" takes is checked here and computed in Python
+// (None).
+#include <pybind11/stl.h>
+
 #include <optional>
 
 #include "arguments.h"
+#include "call.h"
 #include "module.h"
 #include "octofuse/device.h"
 #include "octofuse/error.h"
@@ -63,77 +67,166 @@ LowbitWeight checked_weight(py::handle packed, py::handle scale, py::handle zero
   weight.args.n = static_cast<int>(n);
   weight.args.k = static_cast<int>(k);
   weight.args.group = columns >= k ? 0 : static_cast<int>(columns);
-  weight.args.type = weight.scale.dtype;
+  weight.args.type = weight.args.out_type = weight.scale.dtype;
   weight.args.packed = weight.packed.data<const uint32_t>();
   weight.args.scale = weight.scale.data();
   return weight;
 }
 
-// What every kernel here asks of a weight.
-bool has_kernels(const LowbitWeight& weight) {
-  return !weight.packed.on_cpu() && weight.scale.dtype != DType::kFloat32 && takes_group(weight.args.group) &&
-         reinterpret_cast<uintptr_t>(weight.packed.data()) % 16 == 0;
-}
+// A call as it was given, checked.
+struct LowbitCall {
+  TensorView x;
+  LowbitWeight weight;
+  std::optional<TensorView> bias, residual;
+  RowPassArgs rows;
+  std::vector<int64_t> out_shape;
+  LowbitProblem problem;
+};
 
-py::object lowbit_linear_op(py::handle x_object, py::handle x_scale, py::handle packed, py::handle scale,
-                            py::handle zero, py::handle bias_object, const std::string& kind, int bits,
-                            py::handle group, py::handle activation, py::handle residual_object, bool constant_weight) {
-  const TensorView x(x_object, "x");
+void check_activations(const TensorView& x) {
   expect_dtype(x, {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8});
   expect_known_device(x);
   if (x.ndim() < 1) refuse<ValueError>("x", "at least one dimension, [..., K]", "shape []");
   const int64_t k = x.size(x.ndim() - 1);
   if (k < 1 || k > kMaxK) refuse<ValueError>("x", "K from 1 to 131071", "shape " + x.shape_text());
   if (x.rows() > kMaxExtent) refuse<ValueError>("x", "fewer than 2^31 rows", "shape " + x.shape_text());
-  LowbitWeight weight = checked_weight(packed, scale, zero, kind, bits, group, k);
-  expect_same_device(weight.packed, x);
-  LowbitArgs& args = weight.args;
-  args.activation = parse_activation(activation);
-  std::vector<int64_t> shape = shape_of(x);
-  shape.back() = args.n;
-  std::optional<TensorView> bias;
-  std::optional<TensorView> residual;
-  args.x_is_int8 = x.dtype == DType::kInt8;
-  bool halves = args.x_is_int8 || x.dtype == args.type;
-  const auto parse = [&](py::handle object, const char* name, const std::vector<int64_t>& want,
-                         std::optional<TensorView>& view) {
-    if (object.is_none()) return;
-    view.emplace(object, name);
-    expect_dtype(*view, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
-    expect_same_device(*view, x);
-    if (shape_of(*view) != want) refuse<ValueError>(name, "shape " + text_of(want), view->shape_text());
-    halves = halves && view->dtype == args.type;
-  };
-  parse(bias_object, "bias", {args.n}, bias);
-  parse(residual_object, "residual", shape, residual);
+}
+
+// A bias or residual of this shape, or nothing.
+void parse_addend(py::handle object, const char* name, const std::vector<int64_t>& shape, const TensorView& x,
+                  std::optional<TensorView>& view) {
+  if (object.is_none()) return;
+  view.emplace(object, name);
+  expect_dtype(*view, {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
+  expect_same_device(*view, x);
+  if (shape_of(*view) != shape) refuse<ValueError>(name, "shape " + text_of(shape), view->shape_text());
+}
+
+void parse_epilogue(LowbitCall& call, const LowbitFields& given) {
+  LowbitArgs& args = call.weight.args;
+  args.epilogue.activation = parse_activation(given.activation);
+  parse_addend(given.bias, "bias", {args.n}, call.x, call.bias);
+  parse_addend(given.residual, "residual", call.out_shape, call.x, call.residual);
+  if (!given.x_scale.is_none()) args.epilogue.x_scale = parse_scale(given.x_scale, "x_scale", args.m, call.x);
+  if (!given.out_scale.is_none()) {
+    args.epilogue.out_scale = parse_scale(given.out_scale, "out_scale", -1, call.x);
+    args.out_type = DType::kInt8;
+  }
+  if (call.bias.has_value()) {
+    if (!call.bias->is_contiguous()) {
+      refuse<ValueError>("bias", "a contiguous tensor", "stride " + std::to_string(call.bias->stride(0)));
+    }
+    args.epilogue.bias = call.bias->data();
+  }
+  if (call.residual.has_value()) {
+    args.epilogue.residual = call.residual->data();
+    args.epilogue.residual_ld = call.residual->row_stride();
+  }
+}
+
+// What no kernel at all takes, by name; nullptr if nothing stands against one.
+const char* why_unserved(const LowbitCall& call, bool has_offset) {
+  const DType type = call.weight.scale.dtype;
+  const auto other = [&](const std::optional<TensorView>& view) { return view.has_value() && view->dtype != type; };
+  if (call.x.on_cpu()) return "needs tensors on cuda";
+  if (has_offset) return "kernels know no offset";
+  if (type == DType::kFloat32) return "kernels take float16 and bfloat16 scales, got float32";
+  if (call.x.dtype != DType::kInt8 && call.x.dtype != type) return "x must have the scale's dtype, or be int8";
+  if (other(call.bias)) return "bias must have the scale's dtype";
+  if (other(call.residual)) return "residual must have the scale's dtype";
+  return nullptr;
+}
+
+LowbitCall checked_call(const LowbitFields& given) {
+  const TensorView x(given.x, "x");
+  check_activations(x);
+  const int64_t k = x.size(x.ndim() - 1);
+  LowbitCall call{x,
+                  checked_weight(given.packed, given.scale, given.zero, parse_str(given.kind, "kind"),
+                                 given.bits.cast<int>(), given.group, k),
+                  {},
+                  {},
+                  {},
+                  shape_of(x),
+                  {}};
+  LowbitArgs& args = call.weight.args;
+  expect_same_device(call.weight.packed, x);
+  call.out_shape.back() = args.n;
   args.m = static_cast<int>(x.rows());
   args.ldx = x.row_stride();
-  if (!x_scale.is_none()) args.x_scale = parse_scale(x_scale, "x_scale", args.m, x);
-  if (bias.has_value()) {
-    if (!bias->is_contiguous())
-      refuse<ValueError>("bias", "a contiguous tensor", "stride " + std::to_string(bias->stride(0)));
-    args.bias = bias->data();
-  }
-  if (residual.has_value()) {
-    args.residual = residual->data();
-    args.residual_ld = residual->row_stride();
-  }
-  if (!halves || !has_kernels(weight)) return py::none();
-  const int device = x.device();
   args.x = x.data();
-  if (args.m > 0 && !takes_lowbit(args, device)) return py::none();
-  TensorFactory factory(x.dl.device);
-  py::object result = factory.make(shape, args.type, &args.out);
+  args.x_is_int8 = x.dtype == DType::kInt8;
+  parse_epilogue(call, given);
+  if (!given.norm.is_none()) {
+    if (args.x_is_int8) refuse<ValueError>("norm", "None for an int8 x", "'" + parse_str(given.norm, "norm") + "'");
+    call.rows = checked_rows(x);
+    const NormArguments norm{given.norm_weight, given.norm_bias, given.eps, "norm_weight", "norm_bias"};
+    parse_norm(parse_str(given.norm, "norm"), norm, x, call.rows);
+  }
+  call.problem = problem_of(args);
+  if (const char* reason = why_unserved(call, !given.offset.is_none())) call.problem.unserved = reason;
+  return call;
+}
+
+// A CPU has the engine "dequantized" alone.
+Capability capability_of(const TensorView& x) { return x.on_cpu() ? Capability() : device_capability(x.device()); }
+
+py::object lowbit_linear_op(const py::tuple& fields) {
+  const LowbitFields given(fields);
+  LowbitCall call = checked_call(given);
+  LowbitArgs& args = call.weight.args;
+  const LowbitEngine engine = select_lowbit(call.problem, capability_of(call.x), parse_str(given.engine, "engine"));
+  if (engine == LowbitEngine::kDequantized && (args.m > 0 || call.problem.unserved != nullptr)) return py::none();
+  TensorFactory factory(call.x.dl.device);
+  py::object result = factory.make(call.out_shape, args.out_type, &args.out);
   if (args.m == 0) return result;
-  args.constant_weight = constant_weight;
-  lowbit_linear(args, device, factory.current_stream());
+  args.constant_weight = given.constant_weight.cast<bool>();
+  lowbit_linear(call.rows, args, engine, call.x.device(), factory.current_stream(),
+                [&factory](size_t bytes) { return factory.scratch(bytes); });
+  return result;
+}
+
+py::dict explain_op(const py::tuple& fields) {
+  const LowbitFields given(fields);
+  const LowbitCall call = checked_call(given);
+  const LowbitDecision decision =
+      explain_lowbit(call.problem, capability_of(call.x), parse_str(given.engine, "engine"));
+  py::dict result;
+  result["chosen"] = name_of(decision.chosen);
+  result["why"] = decision.why;
+  result["declined"] = decision.declined;
+  return result;
+}
+
+// The choice for a device that need not be here; `type`: "float16" or "bfloat16"; group 0: a row.
+py::dict select_op(const std::string& kind, int bits, int64_t m, int64_t n, int64_t k, int64_t group, bool x_is_int8,
+                   bool has_zeros, const std::string& engine, int compute_capability, int sm_count, int shared_memory) {
+  LowbitProblem problem;
+  problem.format = parse_kind(kind, bits);
+  problem.bits = bits;
+  problem.m = m;
+  problem.n = n;
+  problem.k = k;
+  problem.group = group >= k ? 0 : group;
+  problem.x_is_int8 = x_is_int8;
+  problem.has_zeros = has_zeros;
+  Capability capability = capability_for(compute_capability, sm_count);
+  capability.shared_memory = shared_memory;
+  const LowbitDecision decision = explain_lowbit(problem, capability, engine);
+  py::dict result;
+  result["chosen"] = name_of(decision.chosen);
+  result["why"] = decision.why;
+  result["declined"] = decision.declined;
   return result;
 }
 
 py::object lowbit_dequantize_op(py::handle packed, py::handle scale, py::handle zero, const std::string& kind, int bits,
                                 py::handle group, int64_t k) {
   const LowbitWeight weight = checked_weight(packed, scale, zero, kind, bits, group, k);
-  if (!has_kernels(weight) || !device_capability(weight.packed.device()).kernels_mma) return py::none();
+  const bool served = !weight.packed.on_cpu() && weight.scale.dtype != DType::kFloat32 &&
+                      problem_of(weight.args).unserved == nullptr &&
+                      device_capability(weight.packed.device()).kernels_mma;
+  if (!served) return py::none();
   const TensorFactory factory(weight.packed.dl.device);
   void* w = nullptr;
   py::object result = factory.make({weight.args.n, k}, weight.args.type, &w);
@@ -144,9 +237,11 @@ py::object lowbit_dequantize_op(py::handle packed, py::handle scale, py::handle 
 }  // namespace
 
 void bind_lowbit(py::module_& module) {
-  module.def("lowbit_linear", &lowbit_linear_op, py::arg("x"), py::arg("x_scale"), py::arg("packed"), py::arg("scale"),
-             py::arg("zero"), py::arg("bias"), py::arg("kind"), py::arg("bits"), py::arg("group"),
-             py::arg("activation"), py::arg("residual"), py::arg("constant_weight"));
+  module.def("lowbit_linear", &lowbit_linear_op, py::arg("call"));
+  module.def("lowbit_explain", &explain_op, py::arg("call"));
+  module.def("lowbit_select", &select_op, py::arg("kind"), py::arg("bits"), py::arg("m"), py::arg("n"), py::arg("k"),
+             py::arg("group"), py::arg("x_is_int8"), py::arg("has_zeros"), py::arg("engine"),
+             py::arg("compute_capability"), py::arg("sm_count"), py::arg("shared_memory"));
   module.def("lowbit_dequantize", &lowbit_dequantize_op);
 }
 

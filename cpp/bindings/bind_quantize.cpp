@@ -1,5 +1,6 @@
 // Quantisation and the passes over rows that end in it. CPU tensors are checked here and computed in Python (None).
 #include "arguments.h"
+#include "call.h"
 #include "module.h"
 #include "octofuse/epilogue_pass.h"
 #include "octofuse/error.h"
@@ -58,20 +59,23 @@ py::object per_token(py::handle x_object) {
 }
 
 // op: "layer_norm", "rms_norm", "activation" or "gated_activation". Returns [y or q] + [scales, if they were found
-// here]
-// + [x + residual, if there is one].
-py::object rows(py::handle x_object, const std::string& op, py::handle residual, py::handle weight, py::handle bias,
-                py::handle eps, py::handle activation, bool quantize, py::handle scale) {
-  const TensorView x(x_object, "x");
+// here] + [x + residual, if there is one].
+py::object rows(const py::tuple& fields) {
+  const RowsFields given(fields);
+  const std::string op = parse_str(given.op, "op");
+  const py::handle residual = given.residual;
+  const py::handle scale = given.scale;
+  const bool quantize = given.quantize.cast<bool>();
+  const TensorView x(given.x, "x");
   RowPassArgs args = checked_rows(x);
   std::vector<int64_t> shape = shape_of(x);
   if (op == "layer_norm" || op == "rms_norm") {
-    parse_norm(op, {weight, bias, eps, "weight", "bias"}, x, args);
+    parse_norm(op, {given.weight, given.bias, given.eps, "weight", "bias"}, x, args);
     parse_added(residual, x, args);
   } else {
-    args.activation = parse_activation(activation);
+    args.activation = parse_activation(given.activation);
     if (args.activation == Activation::kNone) {
-      refuse<ValueError>("activation", "'relu', 'gelu', 'gelu_tanh' or 'silu'", "None");
+      refuse<ValueError>("activation", activation_names(), "None");
     }
     args.gated = op == "gated_activation";
     if (args.gated && args.cols % 2 != 0) {
@@ -101,7 +105,7 @@ py::object rows(py::handle x_object, const std::string& op, py::handle residual,
   return results;
 }
 
-py::object dequantize(py::handle q_object, py::handle scale, const std::string& out_dtype) {
+py::object dequantize(py::handle q_object, py::handle scale, py::handle out_dtype) {
   const TensorView q(q_object, "q");
   expect_dtype(q, {DType::kInt8, DType::kInt32});
   expect_known_device(q);
@@ -131,8 +135,7 @@ py::object dequantize(py::handle q_object, py::handle scale, const std::string& 
 void bind_quantize(py::module_& module) {
   module.def("quantize_per_tensor", &per_tensor, py::arg("x"), py::arg("scale"));
   module.def("quantize_per_token", &per_token, py::arg("x"));
-  module.def("rows", &rows, py::arg("x"), py::arg("op"), py::arg("residual"), py::arg("weight"), py::arg("bias"),
-             py::arg("eps"), py::arg("activation"), py::arg("quantize"), py::arg("scale"));
+  module.def("rows", &rows, py::arg("call"));
   module.def("dequantize", &dequantize, py::arg("q"), py::arg("scale"), py::arg("out_dtype"));
 }
 

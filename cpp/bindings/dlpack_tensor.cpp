@@ -1,5 +1,7 @@
 #include "dlpack_tensor.h"
 
+#include <pybind11/gil_safe_call_once.h>
+
 #include <algorithm>
 
 #include "octofuse/error.h"
@@ -26,7 +28,11 @@ const DLPackExchangeAPI* exchange_api() {
 }
 
 bool is_tensor(py::handle object) {
-  static const py::object type = py::module_::import("torch").attr("Tensor");
+  // Never destroyed: the interpreter may be gone before this module is.
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> storage;
+  const py::object& type =
+      storage.call_once_and_store_result([] { return py::object(py::module_::import("torch").attr("Tensor")); })
+          .get_stored();
   return PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(type.ptr())) != 0;
 }
 

@@ -36,7 +36,7 @@ void check_operands(const TensorView& x, const TensorView& w, std::initializer_l
 }  // namespace
 
 LinearCall checked_operands(py::handle x_object, py::handle w_object, std::initializer_list<DType> x_types) {
-  LinearCall call{TensorView(x_object, "x"), TensorView(w_object, "w"), {}, {}, {}, {}, {}, false, {}};
+  LinearCall call{TensorView(x_object, "x"), TensorView(w_object, "w"), {}, {}, {}, {}, {}, {}};
   check_operands(call.x, call.w, x_types);
   GemmArgs& args = call.args;
   args.m = call.x.rows();
@@ -112,7 +112,7 @@ void parse_epilogue(LinearCall& call, py::handle w_scale, py::handle bias, py::h
   parse_residual(call, residual);
 }
 
-DType parse_output(LinearCall& call, const std::string& out_dtype, py::handle out_scale) {
+DType parse_output(LinearCall& call, py::handle out_dtype, py::handle out_scale) {
   if (out_scale.is_none()) {
     return parse_dtype(out_dtype, "out_dtype", {DType::kFloat16, DType::kBFloat16, DType::kFloat32});
   }
@@ -127,7 +127,7 @@ GemmProblem problem_of(const LinearCall& call) {
   problem.n = args.n;
   problem.k = args.k;
   problem.out = args.out_type;
-  problem.raw = call.raw;
+  problem.raw = is_raw(args);
   problem.ldo = args.ldo;
   problem.out_aligned = reinterpret_cast<uintptr_t>(args.out) % 16 == 0;
   const Activation activation = args.epilogue.activation;

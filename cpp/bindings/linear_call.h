@@ -15,7 +15,6 @@ struct LinearCall {
   TensorView x, w;
   std::optional<TensorView> bias, residual, w_sum, x_zero;
   GemmArgs args;
-  bool raw = false;
   std::vector<int64_t> out_shape;
 };
 
@@ -25,7 +24,7 @@ void parse_bias(LinearCall& call, py::handle object);
 // w_scale, bias, activation and residual.
 void parse_epilogue(LinearCall& call, py::handle w_scale, py::handle bias, py::handle activation, py::handle residual);
 // The type of the output: int8 where there is a scale for it.
-DType parse_output(LinearCall& call, const std::string& out_dtype, py::handle out_scale);
+DType parse_output(LinearCall& call, py::handle out_dtype, py::handle out_scale);
 void parse_residual(LinearCall& call, py::handle object);
 // Asymmetric activations: x stands for x - x_zero, and the sums of w's rows take the zero point out of the product.
 void parse_zero_point(LinearCall& call, py::handle zero, py::handle sums);

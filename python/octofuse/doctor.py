@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octofuse import _C, __version__
+from octofuse import _C, __version__, reference
 from octofuse.ops import cpu, engines, i8f16_linear, i8i32_matmul
-from octofuse.testing import reference
 
 # Remainders of every tile, odd K (padded inside), one row and many.
 SHAPES = (

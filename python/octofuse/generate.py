@@ -50,41 +50,61 @@ class Sampling:
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p: expected a number above 0 and at most 1, got {self.top_p}")
 
-    def choose(self, logits: Tensor, noise: Tensor | None) -> Tensor:
-        """logits [B, V] and, beyond temperature 0, exponential noise of that shape -> tokens, int64 [B]."""
+    @property
+    def narrows(self) -> tuple[int | None, bool] | None:
+        """What of it a graph depends on: None for the likeliest token, else top_k and whether there is a top_p.
+
+        Temperature and top_p themselves are numbers on the device, which a graph reads.
+        """
+        return None if self.temperature == 0 else (self.top_k, self.top_p is not None and self.top_p < 1.0)
+
+    def numbers(self) -> Tensor:
+        """fp32 [2]: temperature and top_p."""
+        return torch.tensor([self.temperature, 1.0 if self.top_p is None else self.top_p])
+
+    def choose(self, logits: Tensor, noise: Tensor | None, numbers: Tensor | None = None) -> Tensor:
+        """logits [B, V] and, beyond temperature 0, exponential noise of that shape -> tokens, int64 [B].
+
+        numbers: those of a Sampling that narrows alike, on the device; None: its own.
+        """
         if noise is None:
             return logits.argmax(-1)
-        logits = logits.float() / self.temperature
+        temperature, top_p = self.numbers().to(logits.device) if numbers is None else numbers
+        logits = logits.float() / temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], float("-inf"))
-        if self.top_p is not None and self.top_p < 1.0:
+        if self.top_p is not None and self.top_p < 1.0:  # which of them: `top_p`
             ordered = logits.sort(descending=True)
             shares = ordered.values.softmax(-1)
             before = shares.cumsum(-1) - shares  # the likeliest stays, whatever its share
-            drop = torch.zeros_like(before, dtype=torch.bool).scatter_(1, ordered.indices, before >= self.top_p)
+            drop = torch.zeros_like(before, dtype=torch.bool).scatter_(1, ordered.indices, before >= top_p)
             logits = logits.masked_fill(drop, float("-inf"))
         return (logits.softmax(-1) / noise).argmax(-1)
 
 
 class Session:
-    """Buffers and graphs for one batch size, capacity and way of sampling."""
+    """Buffers and graphs for one batch size, capacity and way of sampling; `sampling` may be exchanged for one alike."""
 
     def __init__(self, decoder: Decoder, batch: int, capacity: int, sampling: Sampling) -> None:
         self.decoder, self.sampling = decoder, sampling
         self.cache = decoder.new_cache(batch, capacity)
         device = decoder.device
         self.ids = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.places = torch.zeros_like(self.ids)
+        self.positions = torch.zeros_like(self.ids)
         self.counts = torch.zeros_like(self.ids)  # of new tokens
         self.history = torch.zeros(batch, capacity, dtype=torch.int64, device=device)
         shape = (batch, decoder.vocabulary)
         self.noise = torch.ones(shape, device=device) if sampling.temperature > 0 else None
+        self.numbers = sampling.numbers().to(device)
         self.prompts: OrderedDict[int, tuple[Tensor, Any]] = OrderedDict()
         self.step = self.captured(self._step)
         self.burst: Callable[[], None] | None = None
 
-    def prepare(self, count: int) -> None:
+    def prepare(self, count: int, sampling: Sampling) -> None:
         """Records what `count` new tokens need; before start(), since recording spoils the state."""
+        if sampling != self.sampling:
+            self.sampling = sampling
+            self.numbers.copy_(sampling.numbers())
         if self.burst is None and count > BURST and self.noise is None and self.decoder.device.type == "cuda":
             self.burst = self.captured(self._steps)
 
@@ -106,7 +126,7 @@ class Session:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # libraries make their handles and workspaces before anything is recorded
                 run()
-                self.places.zero_()
+                self.positions.zero_()
                 self.counts.zero_()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
@@ -115,18 +135,18 @@ class Session:
         return graph.replay
 
     def _accept(self, logits: Tensor, advance: bool) -> None:
-        """Takes each row's next token; `advance`: the one before stood where `places` points."""
+        """Takes each row's next token; `advance`: the one before stood where `positions` points."""
         if self.noise is None and self.decoder.fused:
-            decode.choose(logits, self.ids, self.history, self.counts, self.places, advance)
+            decode.argmax(logits, self.ids, self.history, self.counts, self.positions, advance)
             return
-        self.ids.copy_(self.sampling.choose(logits, self.noise))
+        self.ids.copy_(self.sampling.choose(logits, self.noise, self.numbers))
         self.history.scatter_(1, self.counts.unsqueeze(1), self.ids.unsqueeze(1))
         self.counts.add_(1)
         if advance:
-            self.places.add_(1)
+            self.positions.add_(1)
 
     def _step(self) -> None:
-        self._accept(self.decoder.step(self.ids, self.places, self.cache), advance=True)
+        self._accept(self.decoder.step(self.ids, self.positions, self.cache), advance=True)
 
     def _steps(self) -> None:
         for _ in range(BURST):
@@ -151,10 +171,10 @@ class Session:
     def _prefill(self, inputs: Tensor) -> None:
         """inputs: the ids of all prompts, then their lengths."""
         batch = self.ids.shape[0]
-        self.places.copy_(inputs[-batch:])
+        self.positions.copy_(inputs[-batch:])
         self.counts.zero_()
         ids = inputs[:-batch].view(batch, -1)
-        self._accept(self.decoder.prefill(ids, self.places, self.cache), advance=False)
+        self._accept(self.decoder.prefill(ids, self.positions, self.cache), advance=False)
 
     def _prompt_of(self, width: int) -> tuple[Tensor, Callable[[], None]]:
         if width not in self.prompts:
@@ -208,7 +228,7 @@ class Generator:
         stops = _checked_stops(stop_tokens, self.decoder.vocabulary)
         longest = max(map(len, rows))
         session = self._session(len(rows), longest + max_new_tokens, sampling)
-        session.prepare(max_new_tokens)
+        session.prepare(max_new_tokens, sampling)
         draws = _Draws(session.noise, seed)
         draws.refill()
         session.start(rows)
@@ -239,11 +259,12 @@ class Generator:
             count += session.advance(min(look_every - (count - done), most - count))
 
     def _session(self, batch: int, length: int, sampling: Sampling) -> Session:
-        key = (batch, _rounded_up(length, CAPACITY_STEP), sampling)
+        capacity = _rounded_up(length, CAPACITY_STEP)
+        key = (batch, capacity, sampling.narrows)
         if key not in self.sessions:
             while len(self.sessions) >= KEPT:
                 self.sessions.popitem(last=False)
-            self.sessions[key] = Session(self.decoder, *key)
+            self.sessions[key] = Session(self.decoder, batch, capacity, sampling)
         self.sessions.move_to_end(key)
         return self.sessions[key]
 
@@ -271,7 +292,7 @@ def generate(
 def own_text(model: nn.Module, batches: Iterable[Tensor], count: int, *, seed: int = 0) -> list[Tensor]:
     """`count` batches like the first of `batches`, int64 `[B, T]`, that the float model writes itself (temperature 1).
 
-    Each sequence goes on from 8 tokens of the given ones at a random place.
+    Each sequence goes on from 8 tokens of the given ones from a random position.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -283,8 +304,8 @@ def own_text(model: nn.Module, batches: Iterable[Tensor], count: int, *, seed: i
     rows, width = given[0].shape
     source = torch.cat([batch.flatten() for batch in given]).cpu()
     write = Generator(model) if gpt2.matches(model) else partial(_sampled, model)
-    places = torch.randint(0, source.numel() - START, (count * rows,), generator=torch.Generator().manual_seed(seed))
-    starts = [source[place : place + START].tolist() for place in places.tolist()]
+    firsts = torch.randint(0, source.numel() - START, (count * rows,), generator=torch.Generator().manual_seed(seed))
+    starts = [source[at : at + START].tolist() for at in firsts.tolist()]
     found: list[list[int]] = []
     for first in range(0, len(starts), AT_ONCE):
         some = starts[first : first + AT_ONCE]
@@ -327,9 +348,9 @@ class _Draws:
 
 
 def _until(tokens: list[int], stops: frozenset[int]) -> list[int]:
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if token in stops:
-            return tokens[: place + 1]
+            return tokens[: index + 1]
     return tokens
 
 

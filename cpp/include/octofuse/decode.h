@@ -8,45 +8,46 @@
 
 namespace octofuse {
 
-// Positions of a sequence that one block reads: longer ones are split, at multiples of this alone, and the parts are
-// combined in order. So a result depends on the sequence's own length, never on the batch or the cache's capacity.
-constexpr int kAttendChunk = 128;
+// Positions of a sequence that one block reads: longer ones are split, at multiples of this alone, and the splits'
+// softmaxes are combined in order. So a result depends on the sequence's own length, never on the batch or the cache's
+// capacity.
+constexpr int kAttendSplit = 128;
 
 // One new token of each sequence: its key and value go into the cache, and
-//   out[b, h] = sum_p softmax_p(q . keys[p] / sqrt(head_size)) * values[p],   p = 0 .. places[b],
+//   out[b, h] = sum_p softmax_p(q . keys[p] / sqrt(head_size)) * values[p],   p = 0 .. positions[b],
 // in fp32, rounded to `type`; with out_type int8 then quantised by `scale`.
 struct AttendArgs {
   int batch = 0, heads = 0, head_size = 0, capacity = 0;
   DType type = DType::kFloat16;  // fp16 or bf16
   const void* qkv = nullptr;     // [batch, 3 * heads * head_size], row stride ldqkv
   int64_t ldqkv = 0;
-  void* keys = nullptr;             // [batch, heads, capacity, head_size], contiguous
-  void* values = nullptr;           // likewise
-  const int64_t* places = nullptr;  // [batch]: the new token's position, below capacity
-  void* out = nullptr;              // [batch, heads * head_size], contiguous
+  void* keys = nullptr;                // [batch, heads, capacity, head_size], contiguous
+  void* values = nullptr;              // likewise
+  const int64_t* positions = nullptr;  // [batch]: the new token's position, below capacity
+  void* out = nullptr;                 // [batch, heads * head_size], contiguous
   DType out_type = DType::kFloat16;
   ScaleView scale;
-  float* parts = nullptr;        // attend_parts() floats
+  float* partials = nullptr;     // attend_partials() floats: the splits' softmaxes
   bool rehearses = false;        // attend() decides
-  uint32_t* arrivals = nullptr;  // [batch * heads], zero; left zero
+  uint32_t* arrivals = nullptr;  // [batch * heads]: splits of a head that are done; zero, and left zero
 };
 
 constexpr int kMaxHeadSize = 128;  // and a multiple of 8
 
 // Floats of scratch memory that a call needs.
-int64_t attend_parts(int64_t batch, int64_t heads, int64_t head_size, int64_t capacity);
+int64_t attend_partials(int64_t batch, int64_t heads, int64_t head_size, int64_t capacity);
 
 void attend(const AttendArgs& args, int device, Stream stream);
 
-// out[b] = tokens[ids[b]] + positions[places[b]], rounded to `type`, fp16 or bf16.
+// out[b] = token_embeddings[ids[b]] + position_embeddings[positions[b]], rounded to `type`, fp16 or bf16.
 struct EmbedArgs {
   int batch = 0, width = 0;  // width: a multiple of 8
   DType type = DType::kFloat16;
   const int64_t* ids = nullptr;
-  const int64_t* places = nullptr;
-  const void* tokens = nullptr;     // [vocabulary, width], contiguous
-  const void* positions = nullptr;  // [positions, width], contiguous
-  void* out = nullptr;              // [batch, width], contiguous
+  const int64_t* positions = nullptr;
+  const void* token_embeddings = nullptr;     // [vocabulary, width], contiguous
+  const void* position_embeddings = nullptr;  // [context, width], contiguous
+  void* out = nullptr;                        // [batch, width], contiguous
 };
 
 void embed(const EmbedArgs& args, int device, Stream stream);
@@ -67,8 +68,8 @@ bool takes_logits(int64_t k, int device);
 void logits(const LogitsArgs& args, int device, Stream stream);
 
 // The likeliest token of each row of logits, the first of equals; NaN is above all. It goes into ids[b] and
-// history[b, counts[b]], then counts[b] grows by one and places[b] by `advance`.
-struct ChooseArgs {
+// history[b, counts[b]], then counts[b] grows by one and positions[b] by `advance`.
+struct ArgmaxArgs {
   int batch = 0, vocabulary = 0;
   DType type = DType::kFloat16;  // fp16 or bf16
   const void* logits = nullptr;  // [batch, vocabulary], row stride ld
@@ -77,10 +78,10 @@ struct ChooseArgs {
   int64_t* history = nullptr;  // [batch, history_ld]
   int64_t history_ld = 0;
   int64_t* counts = nullptr;
-  int64_t* places = nullptr;
+  int64_t* positions = nullptr;
   int advance = 0;
 };
 
-void choose(const ChooseArgs& args, int device, Stream stream);
+void argmax(const ArgmaxArgs& args, int device, Stream stream);
 
 }  // namespace octofuse

@@ -23,8 +23,15 @@ struct DequantizeArgs {
 // out = epilogue(q): the second pass behind cuBLASLt's int32, and, with x_scale alone, plain dequantisation.
 void apply_epilogue(const DequantizeArgs& args, int device, Stream stream);
 
-// Copies [rows, cols] int8 with row stride `ld` to [rows, padded] with zeros behind each row.
-void pad_rows(const int8_t* source, int64_t rows, int64_t cols, int64_t ld, int8_t* padded_rows, int64_t padded,
-              int device, Stream stream);
+// A matrix [rows, cols], row stride ld.
+struct Rows {
+  const void* data = nullptr;
+  DType type = DType::kInt8;
+  int64_t rows = 0, cols = 0, ld = 0;
+};
+
+// Copies int8, fp16 or bf16 to [rows, padded], contiguous, with zeros behind each row; `type`: the same, or fp16 or
+// bf16 for int8.
+void pad_rows(const Rows& source, void* out, DType type, int64_t padded, int device, Stream stream);
 
 }  // namespace octofuse

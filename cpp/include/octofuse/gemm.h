@@ -4,7 +4,7 @@
 //   t = float(acc) * w_scale[n] * x_scale[m] + bias[n]; t = act(t); t = t + residual[m,n]
 //   out = round(t)  or, for int8,  clamp(rne(t * (1 / out_scale)), clamp_low, 127)
 //
-// src/cutlass/EPILOGUES.md holds the formula's every rounding.
+// src/epilogue/EPILOGUES.md holds the formula's every rounding.
 #pragma once
 
 #include <array>
@@ -26,7 +26,7 @@ enum class Engine : int8_t { kSkinny, kWgmma, kCutlassSm90, kCutlassSm80, kCubla
 struct GemmProblem {
   int64_t m = 0, n = 0, k = 0;
   DType out = DType::kFloat16;
-  bool raw = false;                // int32 accumulators, or one host factor to int8: what cuBLASLt can write itself
+  bool raw = false;                // is_raw() of the call
   int64_t ldo = 0;                 // leading dimension of the output in elements
   bool out_aligned = true;         // output pointer is 16-byte aligned
   bool double_activation = false;  // fp32 output through gelu, gelu_tanh or silu
@@ -82,6 +82,10 @@ std::vector<std::pair<const Candidate*, double>> estimates(const GemmProblem& pr
 using TimeModel = std::array<double, 5>;
 TimeModel features_of(const Candidate& candidate, const GemmProblem& problem, int sm_count);
 
+// The kernel that runs in a captured graph, where weights are promised to be constant, instead of `chosen`: for one
+// token there are kernels that are worth it in a chain alone. Pure; alignments are taken for granted.
+std::string captured_kernel(const GemmProblem& problem, const Capability& capability, const Candidate& chosen);
+
 // The same choice with a reason for every other candidate that the wish names.
 Decision explain(const GemmProblem& problem, const Capability& capability, std::string_view engine);
 
@@ -116,6 +120,11 @@ struct GemmArgs {
   // kernel's predecessor has finished.
   bool constant_weight = false;
 };
+
+// What cuBLASLt can write itself: int32 accumulators, or int8 by one host factor in w_scale, which clamps at -128.
+inline bool is_raw(const GemmArgs& args) {
+  return args.out_type == DType::kInt32 || (args.out_type == DType::kInt8 && args.epilogue.clamp_low == -128);
+}
 
 // Scratch memory on the current stream; freed by the caller after the launch.
 using Allocator = std::function<void*(size_t bytes)>;

@@ -21,7 +21,19 @@ constexpr const char* name_of(DType type) {
                                     : "other";
 }
 
-enum class Activation : int8_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+enum class Activation : int8_t {
+  kNone,
+#define OCTOFUSE_ACTIVATION(id, name) k##id,
+#include "octofuse/activations.def"
+#undef OCTOFUSE_ACTIVATION
+};
+
+// How many there are, "none" included.
+constexpr int kActivations = 1
+#define OCTOFUSE_ACTIVATION(id, name) +1
+#include "octofuse/activations.def"
+#undef OCTOFUSE_ACTIVATION
+    ;
 
 // |int8 * int8| <= 2^14, so K <= 2^17 - 1 products can never leave int32, whatever the values.
 constexpr int64_t kMaxK = 131071;

@@ -5,8 +5,9 @@
 #include <numeric>
 #include <string>
 
-#include "kernels/skinny_tiles.h"
-#include "wgmma/tiles.h"
+#include "gemm/cutlass/tiles_sm80.h"
+#include "gemm/skinny/tiles.h"
+#include "gemm/wgmma/tiles.h"
 
 namespace octofuse {
 namespace {
@@ -39,15 +40,25 @@ constexpr Variant kVariants[] = {
     {128, 80, kSwapped, 1, 1},      {128, 112, kSwapped, 1, 1},    {128, 96, kSwapped, 1, 1},
     {128, 128, kSwapped, 1, 1},     {128, 192, kSwapped, 1, 1},    {128, 128, kPingpong, 1, 1, 1},
     {128, 128, kPingpong, 1, 1, 2}, {64, 128, kPingpong, 1, 1, 1},
-
 };
 
-int index_of(const Variant& variant) {
-  const auto same = [&](const wgmma::TileShape& t) {
-    return t.rows == variant.rows && t.cols == variant.cols && t.form == variant.form;
-  };
-  return static_cast<int>(std::find_if(std::begin(wgmma::kTiles), std::end(wgmma::kTiles), same) - wgmma::kTiles);
+// The variant's index in wgmma::kTiles, or -1.
+constexpr int index_of(const Variant& variant) {
+  int index = 0;
+  for (const wgmma::TileShape& t : wgmma::kTiles) {
+    if (t.rows == variant.rows && t.cols == variant.cols && t.form == variant.form) return index;
+    ++index;
+  }
+  return -1;
 }
+
+constexpr bool every_variant_has_a_tile() {
+  for (const Variant& variant : kVariants) {
+    if (index_of(variant) < 0) return false;
+  }
+  return true;
+}
+static_assert(every_variant_has_a_tile(), "kVariants names a tile that wgmma/tiles.h does not list");
 
 // "wgmma/64x16_swapped": tokens x channels; "_split2": blocks that share a tile's K; "_2x1": blocks that share weights;
 // "_x3": blocks of an SM.
@@ -66,6 +77,10 @@ std::string name_of(const skinny::TileShape& t) {
   return tile + (t.depth == 0 ? "_dp4a" : "x" + std::to_string(64 * t.depth));
 }
 
+std::string name_of(const sm80::TileShape& t) {
+  return "cutlass_sm80/" + std::to_string(t.m) + "x" + std::to_string(t.n) + "x" + std::to_string(t.k);
+}
+
 std::vector<Candidate> make_candidates() {
   std::vector<Candidate> all;
   int tile = 0;
@@ -77,11 +92,11 @@ std::vector<Candidate> make_candidates() {
     all.push_back({Engine::kWgmma, name_of(v), index_of(v), swap ? v.cols : v.rows, swap ? v.rows : v.cols, v.split,
                    v.blocks_per_sm, v.cluster});
   }
-  // Indices follow gemm_sm80.cu.
   all.push_back({Engine::kCutlassSm90, "cutlass_sm90/128x128x128_pingpong_2x1", 0, 128, 128, 1, 1});
-  all.push_back({Engine::kCutlassSm80, "cutlass_sm80/128x128x64", 0, 128, 128, 1, 1});
-  all.push_back({Engine::kCutlassSm80, "cutlass_sm80/64x64x64", 1, 64, 64, 1, 1});
-  all.push_back({Engine::kCutlassSm80, "cutlass_sm80/256x128x64", 2, 256, 128, 1, 1});
+  tile = 0;
+  for (const sm80::TileShape& t : sm80::kTiles) {
+    all.push_back({Engine::kCutlassSm80, name_of(t), tile++, t.m, t.n, 1, 1});
+  }
   all.push_back({Engine::kCublasLt, "cublaslt", 0, 0, 0, 1, 1});
   all.push_back({Engine::kNaive, "naive", 0, 16, 16, 1, 1});
   return all;
@@ -130,14 +145,12 @@ const Chip& chip_of(int compute_capability) {
 
 // mma.sync tiles are not swept but reckoned: a launch, then the tensor cores of the SM that gets most tiles, or memory.
 double roofline(const Candidate& c, const GemmProblem& problem, const Capability& capability) {
-  // Shares of the peak that the main loops reach on an H200; fill and epilogue take as long as 512 more of K.
-  constexpr double kEfficiency[] = {0.89, 0.54, 0.83};
-  constexpr double kLaunch = 3, kFill = 512;
+  constexpr double kLaunch = 3, kFill = 512;  // fill and epilogue take as long as 512 more of K
   const Chip& chip = chip_of(capability.compute_capability);
   const double tiles = ceil_div(problem.m, c.tile_m) * ceil_div(problem.n, c.tile_n);
   const double rounds = std::ceil(tiles / std::max(1, capability.sm_count));
   const double products = static_cast<double>(c.tile_m * c.tile_n) * (static_cast<double>(problem.k) + kFill);
-  const double compute = rounds * products / (chip.macs * chip.clock * 1e3 * kEfficiency[c.tile]);
+  const double compute = rounds * products / (chip.macs * chip.clock * 1e3 * sm80::kTiles[c.tile].efficiency);
   const double bytes = static_cast<double>((problem.m + problem.n) * problem.k) +
                        static_cast<double>(problem.m * problem.n) * static_cast<double>(size_of(problem.out));
   return kLaunch + std::max(compute, bytes / (chip.bandwidth * 1e3));

@@ -10,7 +10,7 @@ constexpr double kNoEstimate = 1e16;
 double estimated_time(const Candidate& candidate, const GemmProblem& problem, const Capability& capability);
 
 // The fastest kernel of a measured shape: (N, K) exactly, and the smallest measured M that is not below the problem's.
-// nullptr where nothing near was measured on such a device.
+// nullptr where nothing close was measured on such a device.
 const Candidate* measured_best(const GemmProblem& problem, const Capability& capability);
 
 }  // namespace octofuse

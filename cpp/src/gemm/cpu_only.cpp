@@ -34,20 +34,19 @@ void convert_layout(const ConvertArgs&, int, Stream) { absent(); }
 void convert_layout_cublaslt(const ConvertArgs&, int, Stream) { absent(); }
 int cublaslt_algorithms(const OrderedGemm&, int) { absent(); }
 void run_gemm_ordered(const OrderedGemm&, int, int, Stream, const Allocator&) { absent(); }
-int64_t attend_parts(int64_t, int64_t, int64_t, int64_t) { absent(); }
+int64_t attend_partials(int64_t, int64_t, int64_t, int64_t) { absent(); }
 void attend(const AttendArgs&, int, Stream) { absent(); }
 bool takes_logits(int64_t, int) { return false; }
 void logits(const LogitsArgs&, int, Stream) { absent(); }
 void embed(const EmbedArgs&, int, Stream) { absent(); }
-void choose(const ChooseArgs&, int, Stream) { absent(); }
-bool takes_lowbit(const LowbitArgs&, int) { return false; }
-void lowbit_linear(const LowbitArgs&, int, Stream) { absent(); }
+void argmax(const ArgmaxArgs&, int, Stream) { absent(); }
+void lowbit_linear(const RowPassArgs&, const LowbitArgs&, LowbitEngine, int, Stream, const Allocator&) { absent(); }
 void lowbit_dequantize(const LowbitArgs&, void*, int, Stream) { absent(); }
 void run_row_linear(const RowPassArgs&, bool, const GemmArgs&, const GemmProblem&, int, Stream, const Allocator&) {
   absent();
 }
 void row_pass(const RowPassArgs&, int, Stream) { absent(); }
 void apply_epilogue(const DequantizeArgs&, int, Stream) { absent(); }
-void pad_rows(const int8_t*, int64_t, int64_t, int64_t, int8_t*, int64_t, int, Stream) { absent(); }
+void pad_rows(const Rows&, void*, DType, int64_t, int, Stream) { absent(); }
 
 }  // namespace octofuse

@@ -5,7 +5,7 @@
 #include <array>
 #include <mutex>
 
-#include "cublaslt/api.h"
+#include "gemm/cublaslt/api.h"
 #include "octofuse/error.h"
 #include "octofuse/gemm.h"
 

@@ -2,7 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "kernels/gemm_skinny.h"
+#include "gemm/skinny/run.h"
 
 namespace octofuse {
 

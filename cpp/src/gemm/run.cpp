@@ -1,35 +1,34 @@
 // From a chosen kernel to its launch: pads what the kernel cannot read, then calls it.
 #include <cuda_runtime_api.h>
 
-#include "cublaslt/matmul.h"
-#include "cutlass/gemm_cutlass.h"
-#include "kernels/gemm_naive.h"
-#include "kernels/gemm_skinny.h"
+#include "device/align.h"
+#include "gemm/cublaslt/matmul.h"
+#include "gemm/cutlass/run.h"
+#include "gemm/naive/run.h"
+#include "gemm/skinny/run.h"
+#include "gemm/wgmma/launch.h"
 #include "octofuse/epilogue_pass.h"
 #include "octofuse/error.h"
 #include "octofuse/gemm.h"
 #include "octofuse/layout.h"
-#include "wgmma/launch.h"
 
 namespace octofuse {
 namespace {
 
 constexpr int64_t kAlignment = 16;  // bytes: TMA, cp.async and cuBLASLt's fast paths
 
-int64_t round_up(int64_t value) { return (value + kAlignment - 1) / kAlignment * kAlignment; }
-
 // Zeros behind each row add nothing to an integer product, so a padded copy gives the same bits.
 void align_operand(const int8_t*& data, int64_t& ld, int64_t rows, int64_t k, int device, Stream stream,
                    const Allocator& allocate) {
-  const bool aligned = reinterpret_cast<uintptr_t>(data) % kAlignment == 0 && k % kAlignment == 0 &&
-                       ((ld % kAlignment == 0 && ld >= k) || rows == 1);
+  const bool aligned =
+      is_aligned(data, kAlignment) && k % kAlignment == 0 && ((ld % kAlignment == 0 && ld >= k) || rows == 1);
   if (aligned) {
-    if (rows == 1) ld = round_up(k);
+    if (rows == 1) ld = round_up(k, kAlignment);
     return;
   }
-  const int64_t padded = round_up(k);
+  const int64_t padded = round_up(k, kAlignment);
   auto* copy = static_cast<int8_t*>(allocate(static_cast<size_t>(rows * padded)));
-  pad_rows(data, rows, k, ld, copy, padded, device, stream);
+  pad_rows({data, DType::kInt8, rows, k, ld}, copy, DType::kInt8, padded, device, stream);
   data = copy;
   ld = padded;
 }
@@ -37,14 +36,8 @@ void align_operand(const int8_t*& data, int64_t& ld, int64_t rows, int64_t k, in
 GemmArgs with_aligned_operands(GemmArgs args, int device, Stream stream, const Allocator& allocate) {
   align_operand(args.x, args.ldx, args.m, args.k, device, stream, allocate);
   align_operand(args.w, args.ldw, args.n, args.k, device, stream, allocate);
-  args.k = round_up(args.k);
+  args.k = round_up(args.k, kAlignment);
   return args;
-}
-
-// True where cuBLASLt writes the final output itself.
-bool is_raw(const GemmArgs& args) {
-  const EpilogueArgs& e = args.epilogue;
-  return args.out_type == DType::kInt32 || (args.out_type == DType::kInt8 && e.clamp_low == -128);
 }
 
 void run_cublaslt(const GemmArgs& args, int device, Stream stream, const Allocator& allocate) {
@@ -117,7 +110,7 @@ bool prefer_cublaslt(int64_t m, int64_t n, int64_t k, DType out, int algorithm, 
   GemmArgs args;
   args.m = m;
   args.n = args.ldo = n;
-  args.k = args.ldx = args.ldw = round_up(k);  // as with_aligned_operands leaves them
+  args.k = args.ldx = args.ldw = round_up(k, kAlignment);  // as with_aligned_operands leaves them
   args.out_type = out;
   return cublaslt::prefer(args, device, algorithm);
 }

@@ -4,6 +4,8 @@
 #include <tuple>
 
 #include "gemm/candidates.h"
+#include "gemm/skinny/one_token.h"
+#include "gemm/skinny/tiles.h"
 #include "octofuse/error.h"
 #include "octofuse/gemm.h"
 
@@ -216,6 +218,12 @@ Decision explain(const GemmProblem& problem, const Capability& capability, std::
     decision.declined.emplace_back(candidate.name, reason != nullptr ? reason : estimate);
   }
   return decision;
+}
+
+std::string captured_kernel(const GemmProblem& problem, const Capability& capability, const Candidate& chosen) {
+  const bool is_gemv = chosen.engine == Engine::kSkinny && chosen.tile < skinny::kGemvTiles;
+  const char* name = is_gemv && problem.m == 1 ? skinny::chained_kernel(problem.n, problem.k, capability) : nullptr;
+  return name != nullptr ? name : chosen.name;
 }
 
 std::vector<std::pair<const Candidate*, double>> estimates(const GemmProblem& problem, const Capability& capability) {

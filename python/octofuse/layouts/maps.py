@@ -1,7 +1,7 @@
 """Where an element of a matrix lies in memory, for each layout that int8 GEMMs have used.
 
 All of them are one scheme. Columns are cut into groups `tile_cols` wide that lie one after the other, a group into tiles
-of `tile_rows` rows from the top down, and inside a tile a fixed permutation places the elements. A matrix whose sides are
+of `tile_rows` rows from the top down, and inside a tile a fixed permutation orders the elements. A matrix whose sides are
 no multiples of a tile's is padded with zeros to whole tiles.
 """
 

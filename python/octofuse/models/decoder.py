@@ -1,10 +1,11 @@
-"""A GPT-2 as a decoder: its weights, a static KV cache, and the fused block that prefill and decoding share.
+"""A GPT-2 as a decoder: its weights and a static KV cache. Prefill and decoding run the blocks of `models.blocks`.
 
 A block of an int8 model runs: norm + quantise + qkv | attention (+ quantise) | (quantise +) projection + residual | norm +
 quantise + c_fc + gelu (+ quantise) | (quantise +) c_proj + residual. With static scales the activations stay int8 from
 attention to projection and from c_fc to c_proj; with dynamic ones the reader finds each token's scale. For one token of a
 narrow model on compute capability 9.0 these are five kernels (`ops.quantized_linear` says when); else norms and per-token
-scales are kernels of their own. A floating-point model takes the same way through torch's linears.
+scales are kernels of their own. Layers of few bits run the same five, for up to 4 tokens, without quantising anything. A
+floating-point model takes the same way through torch's linears.
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
-from octofuse import ops
 from octofuse.models import gpt2
-from octofuse.nn import Int8Linear, PackedLinear
-from octofuse.nn.linear import weight_of
+from octofuse.models.blocks import BLOCKS, attended, fed_forward, parts_of
+from octofuse.nn import FloatingLinear, Norm, fused_layer
 from octofuse.ops import decode
-from octofuse.ops.lowbit import ACTIVATIONS
 
 HEAD_ROWS = 64  # of the output head at a time: its kernel, and so its bits, then do not depend on the batch
 
@@ -41,7 +40,8 @@ class Cache:
         return self.pairs.shape[4]
 
 
-Attend = Callable[[Tensor, Tensor, "_Layer"], Tensor]  # (qkv, a layer's pairs, the layer that reads the result)
+# (keys and values of a layer, qkv, the static scale of the layer that reads the result) -> [M, H * D]
+Attend = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Decoder:
@@ -58,12 +58,15 @@ class Decoder:
         self.activation = gpt2.ACTIVATIONS[config.activation_function]
         self.heads, self.width = config.n_head, config.n_embd
         self.positions, self.vocabulary = config.n_positions, config.vocab_size
-        self.tokens, self.places = body.wte.weight.detach(), body.wpe.weight.detach()
-        self.dtype, self.device = self.tokens.dtype, self.tokens.device
+        self.token_embeddings = body.wte.weight.detach()
+        self.position_embeddings = body.wpe.weight.detach()
+        self.dtype, self.device = self.token_embeddings.dtype, self.token_embeddings.device
         head: Any = model.lm_head
-        self.head = _Layer(head, self.dtype)
-        self.norm = _norm_of(body.ln_f)
-        self.blocks = [Block(block, self.activation, self.dtype) for block in body.h]
+        self.head = fused_layer(head, transposes=True)
+        self.norm = Norm.of(body.ln_f)
+        names = BLOCKS["gpt2"].names
+        assert names is not None
+        self.blocks = [parts_of(block, names, transposes=True) for block in body.h]
         self.fused = decode.serves(self.device, self.dtype, self.width // self.heads, self.width)
         self.streams_head = decode.takes_logits(self.device, self.dtype, self.width)
 
@@ -75,7 +78,7 @@ class Decoder:
         )
         scratch = decode.attend_scratch(batch, self.heads, size, capacity, self.device) if self.fused else None
         pads = self.device.type == "cuda" and not self.streams_head
-        rows = self.tokens.new_zeros(HEAD_ROWS, self.width) if pads else None
+        rows = self.token_embeddings.new_zeros(HEAD_ROWS, self.width) if pads else None
         return Cache(pairs, scratch, rows)
 
     @torch.no_grad()
@@ -87,7 +90,7 @@ class Decoder:
         batch, length = ids.shape
         starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=ids.device)
 
-        def attend(qkv: Tensor, pairs: Tensor, reader: _Layer) -> Tensor:
+        def attend(pairs: Tensor, qkv: Tensor, scale: Tensor | None) -> Tensor:
             by_head = self._by_head(qkv, batch)
             pairs[:, :, :, :length].copy_(by_head[1:])
             if self.fused:
@@ -95,31 +98,31 @@ class Decoder:
             q, k, v = by_head
             return self._joined(scaled_dot_product_attention(q, k, v, is_causal=True))
 
-        places = torch.arange(length, device=ids.device).expand(batch, -1).reshape(-1)
-        x = self._through_blocks(self._embed(ids.reshape(-1), places), cache, attend)
+        positions = torch.arange(length, device=ids.device).expand(batch, -1).reshape(-1)
+        x = self._through_blocks(self._embed(ids.reshape(-1), positions), cache, attend)
         last = torch.arange(batch, device=ids.device) * length + (lengths - 1)
         return self._logits(x[last], cache)
 
     @torch.no_grad()
-    def step(self, ids: Tensor, places: Tensor, cache: Cache) -> Tensor:
+    def step(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """The next token of each sequence, int64 [B], and its position, int64 [B] -> logits [B, V].
 
         Its keys and values go into the cache. Nothing waits for the host: a CUDA graph can record it.
         """
         if cache.scratch is None:
-            attend = self._attend_by_mask(places, cache)
+            attend = self._attend_by_mask(positions, cache)
         else:
-            attend = partial(_attend_in_cache, places, *cache.scratch)
-        return self._logits(self._through_blocks(self._embed(ids, places), cache, attend), cache)
+            attend = partial(_attend_in_cache, positions, *cache.scratch)
+        return self._logits(self._through_blocks(self._embed(ids, positions), cache, attend), cache)
 
-    def _attend_by_mask(self, places: Tensor, cache: Cache) -> Attend:
+    def _attend_by_mask(self, positions: Tensor, cache: Cache) -> Attend:
         """For devices and types without a kernel: torch's attention over the whole capacity."""
-        batch = places.shape[0]
-        behind = torch.arange(cache.capacity, device=places.device) > places.unsqueeze(1)
-        mask = torch.zeros(behind.shape, dtype=self.dtype, device=places.device).masked_fill_(behind, float("-inf"))
-        at = places.view(1, batch, 1, 1, 1).expand(2, -1, self.heads, -1, self.width // self.heads)
+        batch = positions.shape[0]
+        behind = torch.arange(cache.capacity, device=positions.device) > positions.unsqueeze(1)
+        mask = torch.zeros(behind.shape, dtype=self.dtype, device=positions.device).masked_fill_(behind, float("-inf"))
+        at = positions.view(1, batch, 1, 1, 1).expand(2, -1, self.heads, -1, self.width // self.heads)
 
-        def attend(qkv: Tensor, pairs: Tensor, reader: _Layer) -> Tensor:
+        def attend(pairs: Tensor, qkv: Tensor, scale: Tensor | None) -> Tensor:
             by_head = self._by_head(qkv, batch)
             pairs.scatter_(3, at, by_head[1:])
             return self._joined(
@@ -129,15 +132,15 @@ class Decoder:
         return attend
 
     def _through_blocks(self, x: Tensor, cache: Cache, attend: Attend) -> Tensor:
-        for block, pairs in zip(self.blocks, cache.pairs, strict=True):
-            x = block(x, pairs, attend)
+        for parts, pairs in zip(self.blocks, cache.pairs, strict=True):
+            x = fed_forward(parts, attended(parts, x, partial(attend, pairs)), self.activation)
         return x
 
-    def _embed(self, ids: Tensor, places: Tensor) -> Tensor:
-        """ids, places [M] -> [M, width]."""
+    def _embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids, positions [M] -> [M, width]."""
         if self.fused:
-            return decode.embed(ids.contiguous(), places, self.tokens, self.places)
-        x: Tensor = self.tokens[ids] + self.places[places]
+            return decode.embed(ids.contiguous(), positions, self.token_embeddings, self.position_embeddings)
+        x: Tensor = self.token_embeddings[ids] + self.position_embeddings[positions]
         return x
 
     def _by_head(self, qkv: Tensor, batch: int) -> Tensor:
@@ -149,9 +152,9 @@ class Decoder:
         return attended.transpose(1, 2).reshape(-1, self.width)
 
     def _logits(self, x: Tensor, cache: Cache) -> Tensor:
-        if self.head.int8 is not None or self.head.packed is not None:
-            return self.head(x, norm=self.norm)
-        x = _layer_norm(x, self.norm)
+        if not isinstance(self.head, FloatingLinear):
+            return self.head.fused(x, norm=self.norm)
+        x = self.norm(x)
         if self.streams_head:
             return decode.logits(x, self.head.weight)
         if cache.head_rows is None:
@@ -159,20 +162,20 @@ class Decoder:
         # As many rows whatever the batch: the kernel, and so the bits, do not depend on it. And products of multiples of 8
         # columns: for an odd vocabulary cuBLAS would take a kernel of a quarter of the speed.
         even = self.vocabulary // 8 * 8
-        parts = []
-        for part in x.split(HEAD_ROWS):
-            cache.head_rows[: part.shape[0]].copy_(part)
+        found = []
+        for rows in x.split(HEAD_ROWS):
+            cache.head_rows[: rows.shape[0]].copy_(rows)
             out = x.new_empty(HEAD_ROWS, even + 8)
             for columns in (slice(0, even), slice(even, self.vocabulary)):
                 torch.mm(cache.head_rows, self.head.weight[columns].t(), out=out[:, columns])
-            parts.append(out[: part.shape[0], : self.vocabulary])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            found.append(out[: rows.shape[0], : self.vocabulary])
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _attend_in_cache(
-    places: Tensor, parts: Tensor, arrivals: Tensor, qkv: Tensor, pairs: Tensor, reader: _Layer
+    positions: Tensor, partials: Tensor, arrivals: Tensor, pairs: Tensor, qkv: Tensor, scale: Tensor | None
 ) -> Tensor:
-    return decode.attend(qkv, pairs[0], pairs[1], places, parts, arrivals, reader.scale)
+    return decode.attend(qkv, pairs[0], pairs[1], positions, partials, arrivals, scale)
 
 
 def _attend_ragged(qkv: Tensor, starts: Tensor, longest: int) -> Tensor:
@@ -186,80 +189,3 @@ def _attend_ragged(qkv: Tensor, starts: Tensor, longest: int) -> Tensor:
         q, k, v, starts, starts, longest, longest, 0.0, True, False
     )[0]  # fmt: skip
     return out.reshape(out.shape[0], -1)
-
-
-class Block:
-    """One transformer block. `attend(qkv, pairs, reader)` gives [M, H * D], in int8 if the reader has a scale for it."""
-
-    def __init__(self, block: Any, activation: str, dtype: torch.dtype) -> None:
-        self.norms = (_norm_of(block.ln_1), _norm_of(block.ln_2))
-        linears = (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
-        self.layers = tuple(_Layer(layer, dtype) for layer in linears)
-        self.activation = activation
-
-    def __call__(self, x: Tensor, pairs: Tensor, attend: Attend) -> Tensor:
-        qkv, projection, fc, out = self.layers
-        attended = attend(qkv(x, norm=self.norms[0]), pairs, projection)
-        x = projection(attended, residual=x)
-        return out(fc(x, norm=self.norms[1], activation=self.activation, reader=out), residual=x)
-
-
-NormParts = tuple[Tensor, Tensor, float]  # weight, bias, eps
-
-
-class _Layer:
-    """A quantised or floating-point linear, with what may be fused around it."""
-
-    def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.int8 = layer if isinstance(layer, Int8Linear) else None
-        self.packed = layer if isinstance(layer, PackedLinear) else None
-        if isinstance(layer, PackedLinear):
-            self.weight = layer.packed
-        else:
-            self.weight = layer.weight if isinstance(layer, Int8Linear) else weight_of(layer).contiguous()
-        bias = getattr(layer, "bias", None)
-        self.bias = None if bias is None else bias.detach()
-
-    @property
-    def scale(self) -> Tensor | None:
-        """The static scale of the input."""
-        return None if self.int8 is None else self.int8.input_scale
-
-    def __call__(
-        self,
-        x: Tensor,
-        *,
-        norm: NormParts | None = None,
-        activation: str | None = None,
-        residual: Tensor | None = None,
-        reader: _Layer | None = None,
-    ) -> Tensor:
-        """x: in floating point, or int8 that the layer before has written for this one.
-
-        reader: the layer that takes the output; if its scale is static, int8 is written for it.
-        """
-        if self.int8 is None:
-            x = x if norm is None else _layer_norm(x, norm)
-            y = linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
-            y = y if activation is None else ACTIVATIONS[activation](y)
-            return y if residual is None else y + residual
-        return self.int8.fused(
-            x,
-            norm=norm,
-            activation=activation,
-            residual=residual,
-            out_dtype=self.dtype,
-            out_scale=None if reader is None else reader.scale,
-        )
-
-
-def _layer_norm(x: Tensor, norm: NormParts) -> Tensor:
-    weight, bias, eps = norm
-    if x.is_cuda:
-        return ops.layer_norm(x, weight, bias, eps)
-    return layer_norm(x, (x.shape[-1],), weight, bias, eps)
-
-
-def _norm_of(norm: Any) -> NormParts:
-    return norm.weight.detach(), norm.bias.detach(), norm.eps

@@ -51,7 +51,7 @@ def frontier(
     """Every mixture of `schemes` over `parts`, by size; the model stays as it is.
 
     Each layer is quantised once for each scheme, then len(schemes) ** len(parts) models are evaluated; a copy of the model
-    and all of these layers are held at once.
+    and all of these layers are in memory at once.
 
     Args:
         model: a floating-point model that `quantize_` takes, in eval mode.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octofuse.models.families import Source, normed, valued
+from octofuse.models.blocks import Source, normed, valued
 from octofuse.models.smooth import fold, folded, scales_for
 from octofuse.nn import QUANTISED, linear_layers, output_heads, quantised_layer, replace_module
 from octofuse.nn.linear import weight_of

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from octofuse.models.families import Source
+from octofuse.models.blocks import Source
 from octofuse.nn.linear import is_conv1d
 from octofuse.quant import AmaxObserver, AnyScheme, Scheme, awq_scales, search_alpha, smoothing_scales
 

@@ -1,18 +1,23 @@
 """Layers: configuration, buffers and one op call each."""
 
+from octofuse.nn.find import linear_layers, output_heads, replace_module
+from octofuse.nn.floating import FloatingLinear, fused_layer
 from octofuse.nn.linear import Int8Linear
 from octofuse.nn.make import QUANTISED, empty_layer, quantised_layer
-from octofuse.nn.replace import linear_layers, output_heads, replace_module
+from octofuse.nn.norm import Norm
 from octofuse.nn.weight_only import BCQLinear, PackedLinear, Sparse12Linear, WeightOnlyLinear
 
 __all__ = [
     "QUANTISED",
     "BCQLinear",
+    "FloatingLinear",
     "Int8Linear",
+    "Norm",
     "PackedLinear",
     "Sparse12Linear",
     "WeightOnlyLinear",
     "empty_layer",
+    "fused_layer",
     "linear_layers",
     "output_heads",
     "quantised_layer",

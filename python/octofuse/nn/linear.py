@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm
 
+from octofuse.nn.norm import Norm
 from octofuse.ops import i8f16_linear, quantize_per_tensor, quantize_per_token, quantized_linear
 from octofuse.quant.affine import Scheme, quantize_weight, tensor_scale
 
@@ -91,24 +91,33 @@ class Int8Linear(nn.Module):
         self,
         x: Tensor,
         *,
-        norm: tuple[Tensor, Tensor, float] | None = None,
+        norm: Norm | None = None,
         activation: str | None = None,
         residual: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
         out_scale: Tensor | None = None,
     ) -> Tensor:
-        """`ops.quantized_linear` with this layer's tensors; norm: a layer norm's weight, bias and eps.
+        """act(norm(x) @ weight^T * scales + bias) + residual: `ops.quantized_linear` with this layer's tensors.
 
-        x is in floating point, dense in K; or int8, which the layer before has written with input_scale. On the CPU the
-        norm is torch's, as in the float model: ops.layer_norm, with a GPU's bits, would take a third of a step there.
+        Args:
+            x: floating point `[..., K]`, dense in K; or int8, which the layer before has written with this one's
+                input_scale.
+            norm: in front; on the CPU a pass of its own.
+            residual: `[..., N]`.
+            out_scale: fp32 `[]`: int8 output, for a layer that has it as its input_scale.
+
+        Returns:
+            `[..., N]` in x's dtype; for int8 x in the residual's, else the bias's.
         """
         if norm is not None and not x.is_cuda:
-            x, norm = layer_norm(x, (x.shape[-1],), *norm), None
-        weight, bias, eps = (None, None, 0.0) if norm is None else norm
+            x, norm = norm(x), None
+        out_dtype = x.dtype
+        if out_dtype == torch.int8:
+            like = residual if residual is not None else self.bias
+            out_dtype = torch.float16 if like is None else like.dtype
         return quantized_linear(
-            x, self.weight, self.weight_scale, self.bias, x_scale=self.input_scale,
-            norm=None if norm is None else "layer_norm", norm_weight=weight, norm_bias=bias, eps=eps,
-            activation=activation, residual=residual, out_dtype=out_dtype, out_scale=out_scale, constant_weight=True,
+            x, self.weight, self.weight_scale, self.bias, x_scale=self.input_scale, activation=activation,
+            residual=residual, out_dtype=out_dtype, out_scale=out_scale, constant_weight=True,
+            **({} if norm is None else norm.options()),
         )  # fmt: skip
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]

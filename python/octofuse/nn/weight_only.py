@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from octofuse.nn.linear import weight_of
+from octofuse.nn.norm import Norm
 from octofuse.ops.lowbit import bcq_linear, dequantize_lowbit, sparse12_linear, woq_linear
 from octofuse.quant import WeightOnly, bcq, gptq, grid, sparse
 from octofuse.quant.packing import pack, pack_pairs, packed_rows, packed_words
@@ -25,6 +26,7 @@ class PackedLinear(nn.Module):
     packed: Tensor
     bias: Tensor | None
     scales: ClassVar[str] = "scale"  # the buffer, `[G, N]` or `[G, planes, N]`, that the weight is linear in
+    input_scale: ClassVar[Tensor | None] = None  # activations are in floating point
 
     def __init__(
         self,
@@ -79,6 +81,41 @@ class PackedLinear(nn.Module):
     def dequantized(self, scales: Tensor | None = None) -> Tensor:
         """The weight, `[N, K]`; with other scales than the layer's own where they are given."""
 
+    @abstractmethod
+    def _multiply(self, x: Tensor, **options: Any) -> Tensor:
+        """The op of this kind with the layer's tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fused(x)
+
+    def fused(
+        self,
+        x: Tensor,
+        *,
+        norm: Norm | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        out_scale: Tensor | None = None,
+    ) -> Tensor:
+        """act(norm(x) @ weight^T + bias) + residual, in one kernel up to 4 tokens (`ops.lowbit`).
+
+        Args:
+            x: floating point `[..., K]`.
+            norm: in front; on the CPU a pass of its own.
+            residual: `[..., N]`.
+            out_scale: fp32 `[]`: int8 output, for a layer that has it as its input_scale.
+
+        Returns:
+            `[..., N]` in x's dtype.
+        """
+        x = _dense(x)
+        if norm is not None and not x.is_cuda:
+            x, norm = norm(x), None
+        options = {} if norm is None else norm.options()
+        return self._multiply(
+            x, activation=activation, residual=residual, out_scale=out_scale, constant_weight=True, **options
+        )  # fmt: skip
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, scheme={self.scheme.name}"
 
@@ -115,10 +152,9 @@ class WeightOnlyLinear(PackedLinear):
         of_groups = (self.packed, self.scale if scales is None else scales, self.zero, None)
         return dequantize_lowbit(*of_groups, "uniform", self.scheme.bits, self.scheme.group, self.in_features)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Tensor, **options: Any) -> Tensor:
         of_groups = (self.scale, self.zero, self.bias)
-        bits, group = self.scheme.bits, self.scheme.group
-        return woq_linear(_dense(x), self.packed, *of_groups, bits=bits, group=group, constant_weight=True)
+        return woq_linear(x, self.packed, *of_groups, bits=self.scheme.bits, group=self.scheme.group, **options)
 
 
 class BCQLinear(PackedLinear):
@@ -143,9 +179,8 @@ class BCQLinear(PackedLinear):
         of_groups = (self.packed, self.alpha if scales is None else scales, None, None)
         return dequantize_lowbit(*of_groups, "planes", self.scheme.bits, self.scheme.group, self.in_features)
 
-    def forward(self, x: Tensor) -> Tensor:
-        group = self.scheme.group
-        return bcq_linear(_dense(x), self.packed, self.alpha, None, self.bias, group=group, constant_weight=True)
+    def _multiply(self, x: Tensor, **options: Any) -> Tensor:
+        return bcq_linear(x, self.packed, self.alpha, None, self.bias, group=self.scheme.group, **options)
 
 
 class Sparse12Linear(PackedLinear):
@@ -167,6 +202,5 @@ class Sparse12Linear(PackedLinear):
         of_groups = (self.packed, self.scale if scales is None else scales, None, None)
         return dequantize_lowbit(*of_groups, "sparse12", 8, self.scheme.group, self.in_features)
 
-    def forward(self, x: Tensor) -> Tensor:
-        group = self.scheme.group
-        return sparse12_linear(_dense(x), self.packed, self.scale, self.bias, group=group, constant_weight=True)
+    def _multiply(self, x: Tensor, **options: Any) -> Tensor:
+        return sparse12_linear(x, self.packed, self.scale, self.bias, group=self.scheme.group, **options)

@@ -9,16 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 # Types whose value `_C` may see as it is; every other tensor type has to meet the dispatcher first.
-_PLAIN = frozenset((Tensor, Parameter, type(None), float, int))
-
-# `_C` names dtypes as torch prints them without the prefix.
-DTYPE_NAMES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.int8: "int8",
-    torch.int32: "int32",
-}
+_PLAIN = frozenset((Tensor, Parameter, type(None), float, int, bool, str, torch.dtype))
 
 
 def goes_direct(*arguments: Any) -> bool:
@@ -36,7 +27,7 @@ def goes_direct(*arguments: Any) -> bool:
     return not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
-def refuse_gradients(op: str, **tensors: Any) -> None:
+def refuse_gradients(op: str, /, **tensors: Any) -> None:
     """There is no backward: a tensor that wants a gradient would lose it silently."""
     if not torch.is_grad_enabled():
         return
@@ -49,10 +40,10 @@ def refuse_gradients(op: str, **tensors: Any) -> None:
 
 
 def dtype_name(out_dtype: Any) -> str:
-    """The name of a torch dtype for `_C`, which then checks whether the op can write it."""
+    """The name by which selection and tuning know a torch dtype: as torch prints it, without the prefix."""
     if not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype: expected torch.dtype, got {type(out_dtype).__name__}")
-    return DTYPE_NAMES.get(out_dtype) or str(out_dtype).removeprefix("torch.")
+    return str(out_dtype).removeprefix("torch.")
 
 
 def as_tensor(name: str, scale: Any, like: Tensor) -> Any:

@@ -1,6 +1,6 @@
 """The CPU engines: `onednn` (AVX-512 VNNI or AMX through torch) and `reference` (plain torch, any machine).
 
-Both give the accumulators exactly; everything behind them is `testing.reference.finish`, so their bits are the same.
+Both give the accumulators exactly; everything behind them is `reference.finish`, so their bits are the same.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from octofuse.testing import reference
+from octofuse import reference
 
 ENGINES = ("onednn", "reference")
 

@@ -2,35 +2,86 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octofuse import _C
-from octofuse.ops import cpu, tuning
-from octofuse.ops._guard import DTYPE_NAMES
+from octofuse.ops import cpu, lowbit
+from octofuse.ops._calls import LowbitCall
+from octofuse.ops._guard import dtype_name
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The chosen kernel's name, why it was chosen, and (name, reason) for every other one that was looked at."""
+    """The chosen kernel's name, why it was chosen, and (name, reason) for every other one that was looked at.
+
+    captured: the kernel that runs in its place in a captured graph, where weights are promised to be constant.
+    """
 
     chosen: str
     why: str
     declined: tuple[tuple[str, str], ...]
+    captured: str
 
     def __str__(self) -> str:
         lines = [f"{self.chosen}: {self.why}"]
+        if self.captured != self.chosen:
+            lines.append(f"  {self.captured} in a captured graph, with constant_weight=True")
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.declined])
 
 
 def engines(device: torch.device | str = "cuda") -> tuple[str, ...]:
-    """Names that `engine=` accepts for this kind of device, whether or not this machine can run them."""
+    """Names that `engine=` of the int8 linears accepts for this kind of device, runnable on this machine or not."""
     return cpu.ENGINES if torch.device(device).type == "cpu" else tuple(_C.candidates())
 
 
-def explain(
+def explain(x: Any, *arguments: Any, **options: Any) -> Explanation:
+    """What a call would run; nothing is launched.
+
+        explain(x, w, out_dtype=torch.float16, activation=None, engine="auto")  # int8 x and w: the int8 linears
+        explain(octofuse.woq_linear, x, packed, scale, bits=4, group=128)  # a call with its function in front
+
+    The first form: x int8 `[..., K]`, w int8 `[N, K]`; what `i8f16_linear` (out_dtype fp16, bf16, fp32), `i8i8_linear`
+    (int8) or `i8i32_matmul` (int32) would run with a contiguous output. The second: `woq_linear`, `bcq_linear` or
+    `sparse12_linear` with all the arguments of the call.
+
+    Raises TypeError for another function, ValueError if no engine, or not the one asked for, can serve the call; and what
+    the call itself raises for wrong arguments.
+    """
+    if isinstance(x, Tensor):
+        return _explain_int8(x, *arguments, **options)
+    if x not in _KINDS:
+        known = ", ".join(function.__name__ for function in _KINDS)
+        raise TypeError(f"x: expected an int8 tensor, or one of {known}, got {x!r}")
+    call = _call_of(x, *arguments, **options)
+    lowbit.check_call(call)
+    return _explanation(_C.lowbit_explain(call))
+
+
+_KINDS = {lowbit.woq_linear: "uniform", lowbit.bcq_linear: "planes", lowbit.sparse12_linear: "sparse12"}
+
+
+def _call_of(function: Any, *arguments: Any, **options: Any) -> LowbitCall:
+    """The struct that the function would hand on."""
+    bound = inspect.signature(function).bind(*arguments, **options)
+    bound.apply_defaults()
+    given = {"zero": None, "offset": None, "bits": 8} | bound.arguments
+    if "alpha" in given:
+        given["scale"] = given.pop("alpha")
+        given["bits"] = given["scale"].shape[1]
+    return LowbitCall(kind=_KINDS[function], **given)
+
+
+def _explanation(found: dict[str, Any]) -> Explanation:
+    declined = tuple(map(tuple, found["declined"]))
+    return Explanation(found["chosen"], found["why"], declined, found.get("captured", found["chosen"]))
+
+
+def _explain_int8(
     x: Tensor,
     w: Tensor,
     *,
@@ -38,35 +89,18 @@ def explain(
     activation: str | None = None,
     engine: str = "auto",
 ) -> Explanation:
-    """What `i8f16_linear` (out_dtype fp16, bf16, fp32), `i8i8_linear` (int8) or `i8i32_matmul` (int32) would run.
-
-    Args: x int8 `[..., K]`, w int8 `[N, K]`; nothing is launched. Assumes a contiguous output.
-    Raises ValueError if no engine, or not the one asked for, can serve the call.
-    """
     m, n, k = x.numel() // max(1, x.shape[-1]), w.shape[0], w.shape[1]
     double = out_dtype == torch.float32 and activation not in (None, "relu")
     if x.is_cuda:
-        device = _C.device_info(x.get_device())
-        chosen = _C.select(
-            m,
-            n,
-            k,
-            out_dtype=DTYPE_NAMES[out_dtype],
-            raw=out_dtype == torch.int32,
-            double_activation=double,
-            engine=engine,
-            compute_capability=device["compute_capability"],
-            sm_count=device["sm_count"],
-            cublaslt=device["cublaslt"],
-            tuned=tuning.entries(x.get_device()),
-        )
-        return Explanation(chosen["chosen"], chosen["why"], tuple(map(tuple, chosen["declined"])))
+        raw = out_dtype == torch.int32
+        return _explanation(_C.explain(m, n, k, dtype_name(out_dtype), raw, double, engine, x.get_device()))
     name = cpu.select_raw(engine) if out_dtype == torch.int32 else cpu.select(engine)
     declined: tuple[tuple[str, str], ...] = ()
     if name == "reference":
         reason = cpu.why_not_onednn() or ("it has no int32 output" if out_dtype == torch.int32 else "not asked for")
         declined = (("onednn", reason),)
-    return Explanation(name, "asked for by name" if engine != "auto" else "first that can serve", declined)
+    why = "asked for by name" if engine != "auto" else "first that can serve"
+    return Explanation(name, why, declined, name)
 
 
 def tune_cublaslt(x: Tensor, w: Tensor, *, out_dtype: torch.dtype = torch.int32) -> dict[int, float]:

@@ -1,7 +1,7 @@
 """int8 linear layers with a fused epilogue: the public functional API.
 
 Every function takes x [..., K] int8 and w [N, K] int8, both dense in K, on one device, and computes
-`testing.reference`'s formula. CUDA tensors go to `_C` (cuBLASLt, CUTLASS or the naive kernel), CPU tensors to oneDNN or
+`reference`'s formula. CUDA tensors go to `_C` (cuBLASLt, CUTLASS or the naive kernel), CPU tensors to oneDNN or
 plain torch. Bad arguments raise TypeError or ValueError naming the argument before anything is launched.
 """
 
@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octofuse import _C
+from octofuse import _C, reference
 from octofuse.ops import cpu
-from octofuse.ops._guard import as_int_tensor, as_tensor, dtype_name, goes_direct, refuse_gradients
-from octofuse.testing import reference
-
-Scale = Tensor | float
-ZeroPoint = Tensor | int
+from octofuse.ops._calls import LinearCall, Scale, ZeroPoint, run
+from octofuse.ops._guard import goes_direct
 
 
 def i8f16_linear(
@@ -63,27 +60,11 @@ def i8f16_linear(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    if goes_direct(x, w, x_scale, w_scale, bias, residual, out, x_zero_point, w_sum):
-        return _linear(
-            x,
-            w,
-            x_scale,
-            w_scale,
-            bias,
-            activation,
-            residual,
-            out_dtype,
-            engine,
-            x_zero_point,
-            w_sum,
-            constant_weight,
-            out,
-        )
-    # Tracing detaches what it records, so a lost gradient has to be refused here as well.
-    refuse_gradients("this op", bias=bias, residual=residual, x_scale=x_scale, w_scale=w_scale, out=out)
-    scales = (as_tensor("x_scale", x_scale, x), as_tensor("w_scale", w_scale, x))
-    zero = (as_int_tensor("x_zero_point", x_zero_point, x), w_sum, constant_weight)
-    return _dispatch("i8f16_linear", (x, w, *scales, bias, activation, residual, out_dtype, engine, *zero), out)
+    call = LinearCall(
+        x, w, x_scale, w_scale, bias, activation, residual, out_dtype, None, engine, x_zero_point, w_sum, constant_weight
+    )  # fmt: skip
+    result: Tensor = run("linear", "this op", call, _linear, out)
+    return result
 
 
 def i8i8_linear(
@@ -106,27 +87,14 @@ def i8i8_linear(
 
     out_scale is one fp32 element or a float; the other arguments are those of `i8f16_linear`.
     """
-    if goes_direct(x, w, x_scale, w_scale, bias, residual, out_scale, out, x_zero_point, w_sum):
-        return _linear_i8(
-            x,
-            w,
-            x_scale,
-            w_scale,
-            bias,
-            activation,
-            residual,
-            out_scale,
-            engine,
-            x_zero_point,
-            w_sum,
-            constant_weight,
-            out,
-        )
-    refuse_gradients("this op", bias=bias, residual=residual, x_scale=x_scale, w_scale=w_scale, out=out)
-    scales = (as_tensor("x_scale", x_scale, x), as_tensor("w_scale", w_scale, x))
-    zero = (as_int_tensor("x_zero_point", x_zero_point, x), w_sum, constant_weight)
-    out_scale = as_tensor("out_scale", out_scale, x)
-    return _dispatch("i8i8_linear", (x, w, *scales, bias, activation, residual, out_scale, engine, *zero), out)
+    if out_scale is None:
+        raise TypeError("out_scale: expected float or torch.Tensor, got NoneType")
+    call = LinearCall(
+        x, w, x_scale, w_scale, bias, activation, residual, torch.float16, out_scale, engine, x_zero_point, w_sum,
+        constant_weight,
+    )  # fmt: skip
+    result: Tensor = run("linear", "this op", call, _linear, out)
+    return result
 
 
 def weight_sums(w: Tensor) -> Tensor:
@@ -167,74 +135,23 @@ def _dispatch(op: str, arguments: tuple[Any, ...], out: Tensor | None) -> Tensor
 # What both the direct path and the dispatcher run. `_C` checks everything and, for CPU tensors, returns None.
 
 
-def _linear(
-    x: Tensor,
-    w: Tensor,
-    x_scale: Scale,
-    w_scale: Scale,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-    engine: str,
-    x_zero_point: ZeroPoint | None = None,
-    w_sum: Tensor | None = None,
-    constant_weight: bool = False,
-    out: Tensor | None = None,
-    out_scale: Scale | None = None,
-) -> Tensor:
+def _linear(call: LinearCall, out: Tensor | None = None) -> Tensor:
     """Both linears: `out_scale` makes the output int8, else it is `out_dtype`."""
-    if torch.is_grad_enabled():
-        refuse_gradients("this op", bias=bias, residual=residual, x_scale=x_scale, w_scale=w_scale, out=out)
-    name = dtype_name(out_dtype)
-    result = _C.linear(
-        x,
-        w,
-        x_scale,
-        w_scale,
-        bias,
-        activation,
-        residual,
-        name,
-        out_scale,
-        engine,
-        out,
-        x_zero_point,
-        w_sum,
-        constant_weight,
-    )
+    result = _C.linear(call, out)
     if result is not None:
         return result
+    x, w = call.x, call.w
     flat = x.reshape(-1, x.shape[-1])
-    if x_zero_point is None or w_sum is None:
-        acc = cpu.accumulate(flat, w, engine)
+    if call.x_zero_point is None or call.w_sum is None:
+        acc = cpu.accumulate(flat, w, call.engine)
     else:
-        cpu.select_raw(engine)  # oneDNN's products are rounded to fp32: nothing could be subtracted from them exactly
-        acc = reference.subtract_zero_point(reference.accumulate(flat, w), x_zero_point, w_sum)
-    flat_residual = None if residual is None else residual.reshape(acc.shape)
-    t = reference.finish(acc, x_scale, w_scale, bias, activation, flat_residual, out_dtype, out_scale)
+        # oneDNN's products are rounded to fp32: nothing could be subtracted from them exactly.
+        cpu.select_raw(call.engine)
+        acc = reference.subtract_zero_point(reference.accumulate(flat, w), call.x_zero_point, call.w_sum)
+    residual = None if call.residual is None else call.residual.reshape(acc.shape)
+    scales = (call.x_scale, call.w_scale)
+    t = reference.finish(acc, *scales, call.bias, call.activation, residual, call.out_dtype, call.out_scale)
     return _deliver(t, x, w, out)
-
-
-def _linear_i8(
-    x: Tensor,
-    w: Tensor,
-    x_scale: Scale,
-    w_scale: Scale,
-    bias: Tensor | None,
-    activation: str | None,
-    residual: Tensor | None,
-    out_scale: Scale,
-    engine: str,
-    x_zero_point: ZeroPoint | None = None,
-    w_sum: Tensor | None = None,
-    constant_weight: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    if out_scale is None:
-        raise TypeError("out_scale: expected float or torch.Tensor, got NoneType")
-    zero = (x_zero_point, w_sum, constant_weight)
-    return _linear(x, w, x_scale, w_scale, bias, activation, residual, torch.int8, engine, *zero, out, out_scale)
 
 
 def _matmul(x: Tensor, w: Tensor, engine: str, out: Tensor | None = None) -> Tensor:
@@ -259,8 +176,7 @@ def _deliver(flat: Tensor, x: Tensor, w: Tensor, out: Tensor | None) -> Tensor:
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "i8f16_linear": _linear,
-    "i8i8_linear": _linear_i8,
+    "linear": _linear,
     "i8i32_matmul": _matmul,
     "i8i8_matmul": _matmul_i8,
 }

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from octofuse import _C
-from octofuse.ops._guard import as_tensor, dtype_name, goes_direct, refuse_gradients
-
-Scale = Tensor | float
+from octofuse.ops._calls import Col32Call, Scale, run
+from octofuse.ops._guard import as_tensor, goes_direct, refuse_gradients
 
 
 def to_layout(matrix: Tensor, layout: str, size: int, engine: str) -> Tensor:
@@ -62,13 +61,11 @@ def linear_col32(
     size: int,
 ) -> Tensor:
     """The formula of `i8f16_linear` on COL32 operands; int32: the accumulators; int8 without out_scale: down to -128."""
-    refuse_gradients("this op", bias=bias, residual=residual, x_scale=x_scale, w_scale=w_scale)
-    tensors = (x, w, x_scale, w_scale, bias, residual, out_scale)
-    if not goes_direct(*tensors):
-        x_scale, w_scale = as_tensor("x_scale", x_scale, x), as_tensor("w_scale", w_scale, x)
-        out_scale = as_tensor("out_scale", out_scale, x)
-    scales = (x_scale, w_scale, bias, activation, residual, out_dtype, out_scale)
-    return _call("linear_col32", tensors, x, w, list(sizes), *scales, out_layout, size)
+    call = Col32Call(
+        x, w, list(sizes), x_scale, w_scale, bias, activation, residual, out_dtype, out_scale, out_layout, size
+    )  # fmt: skip
+    result: Tensor = run("linear_col32", "this op", call, _linear_col32)
+    return result
 
 
 def matmul_ordered(
@@ -104,13 +101,11 @@ def _quantize_col32(x: Tensor, scale: Scale | None, size: int) -> list[Tensor]:
 
 
 def _dequantize_col32(q: Tensor, rows: int, cols: int, scale: Scale, out_dtype: torch.dtype) -> Tensor:
-    return _C.dequantize_col32(q, rows, cols, scale, dtype_name(out_dtype))
+    return _C.dequantize_col32(q, rows, cols, scale, out_dtype)
 
 
-def _linear_col32(x: Tensor, w: Tensor, sizes: list[int], *rest: Any) -> Tensor:
-    x_scale, w_scale, bias, activation, residual, out_dtype, out_scale, out_layout, _ = rest
-    scales = (x_scale, w_scale, bias, activation, residual, dtype_name(out_dtype), out_scale)
-    return _C.linear_col32(x, w, sizes, *scales, out_layout)
+def _linear_col32(call: Col32Call) -> Tensor:
+    return _C.linear_col32(call)
 
 
 def _matmul_ordered(

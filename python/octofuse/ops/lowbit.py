@@ -1,17 +1,19 @@
 """Linears whose weights have 1 to 8 bits and whose activations are in floating point, or int8 with a scale each.
 
-fp16 and bf16 run kernels that read the packed weight. Up to 4 tokens, compute capability 8.0 and later: a token's 128
-columns share a power of two and become 16-bit integers, whose products with the codes are exact; sums of groups are in
-fp32. That changes a value by at most 2^-14 of the largest of its 128, where fp16 itself rounds that one by up to 2^-12.
-Up to N * K / 2^17 tokens, but at least 256 and at most 1,024, compute capability 9.0: weights are rounded once to x's
-dtype and multiplied on its tensor cores (planes: half as many, at most 512; 128 where N <= 1,920 and K > 1,920). That
-needs N to be a multiple of 8, with zero points of 16; it is free where a row is one group (of one plane). x is copied
-where its rows do not start at multiples of 16 bytes.
+fp16 and bf16 run kernels that read the packed weight. Up to 4 tokens, compute capability 8.0 and later (engines
+"gemv_int8" and, for one token against codes of up to 3 bits or planes, "gemv_binary"): a token's 128 values of a k-block
+share a power of two and become 16-bit integers, whose products with the codes are exact; sums of groups are in fp32. That
+changes a value by at most 2^-14 of the largest of its 128, where fp16 itself rounds that one by up to 2^-12.
+
+More tokens, compute capability 9.0 (engine "gemm"): weights are rounded once to x's dtype and multiplied on its tensor
+cores. "auto" takes it up to N * K / 2^17 tokens, but at least 256 and at most 1,024 (planes: half as many, at most 512;
+128 where N <= 1,920 and K > 1,920). It needs N to be a multiple of 8, with zero points of 16; N is free where a row is one
+group (of one plane). x is copied where its rows do not start at multiples of 16 bytes.
 
 int8 activations: up to 4 tokens as they are, exactly; more as numbers of the scale's dtype, which hold them (a copy).
 
-More tokens, fp32 activations, other chips, and groups other than 32, 64 and 128 times a power of two multiply a weight
-that is dequantised for the call; on the CPU all of it is torch.
+All other calls (engine "dequantized": more tokens, fp32 activations, other chips, groups other than 32, 64 and 128 times a
+power of two, CPUs) multiply a weight that is dequantised for the call. `octofuse.explain` says which engine takes a call.
 """
 
 from __future__ import annotations
@@ -21,20 +23,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear, silu
+from torch.nn.functional import linear
 
 from octofuse import _C
-from octofuse.ops._guard import as_tensor, goes_direct, refuse_gradients
-from octofuse.ops.quantize import Scale
+from octofuse.ops import rows
+from octofuse.ops._calls import LowbitCall, RowsCall, Scale, run
+from octofuse.ops.activations import ACTIVATIONS
+from octofuse.ops.decode import check_norm
+from octofuse.ops.quantize import _per_tensor
 from octofuse.quant import bcq, grid, sparse
 from octofuse.quant.packing import unpack, unpack_pairs
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
-    "gelu": gelu,
-    "gelu_tanh": lambda y: gelu(y, approximate="tanh"),
-    "silu": silu,
-}
 
 
 def woq_linear(
@@ -50,8 +48,14 @@ def woq_linear(
     residual: Tensor | None = None,
     constant_weight: bool = False,
     x_scale: Scale | None = None,
+    norm: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    out_scale: Scale | None = None,
+    engine: str = "auto",
 ) -> Tensor:
-    """act(x @ w^T + bias) + residual with w = scale * (code - zero); for int8 x, x_scale * (x @ w^T) in its place.
+    """act(norm(x) @ w^T + bias) + residual with w = scale * (code - zero); for int8 x, x_scale * (x @ w^T) in its place.
 
     Args:
         x: fp16, bf16, fp32 or int8 `[..., K]`, dense in K.
@@ -59,19 +63,27 @@ def woq_linear(
         scale: fp16, bf16 or fp32 `[G, N]`, for each group of `group` columns; None: a row is one group.
         zero: uint8 `[G, N]`; None: the grid's middle (`quant.grid`).
         bias: `[N]`. activation: None, "relu", "gelu", "gelu_tanh" or "silu". residual: `[..., N]`.
-        constant_weight: nothing in flight writes packed, scale or zero; as in `i8f16_linear`.
+        constant_weight: nothing in flight writes packed, scale, zero, or the norm's weight and bias; as in `i8f16_linear`.
         x_scale: of an int8 x and only of one: fp32 `[M]` or `[M, 1]` for its M rows (`quantize_per_token` gives both), one
             element, or a float.
+        norm, norm_weight, norm_bias, eps: as in `quantized_linear`, with the bits of the norm as an op of its own; up to 4
+            tokens the kernel normalises itself.
+        out_scale: fp32, one element, or a float: int8 output.
+        engine: "auto", or "gemv_binary", "gemv_int8", "gemm" or "dequantized".
 
     Returns:
-        `[..., N]` in x's dtype, for int8 in the scale's. By the kernels a token's bits are the same whatever else is in x:
-        those of up to 4 tokens, or those of more.
+        `[..., N]` in x's dtype, for int8 in the scale's; int8 with out_scale. By the kernels a token's bits are the same
+        whatever else is in x: those of up to 4 tokens, or those of more.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    weight = (packed, scale, zero, None)
-    return _call(x, x_scale, weight, bias, "uniform", bits, group, activation, residual, constant_weight)
+    return _call(
+        LowbitCall(
+            x, x_scale, packed, scale, zero, None, "uniform", bits, group, norm, norm_weight, norm_bias, eps, bias,
+            activation, residual, out_scale, engine, constant_weight,
+        )
+    )  # fmt: skip
 
 
 def bcq_linear(
@@ -86,6 +98,12 @@ def bcq_linear(
     residual: Tensor | None = None,
     constant_weight: bool = False,
     x_scale: Scale | None = None,
+    norm: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    out_scale: Scale | None = None,
+    engine: str = "auto",
 ) -> Tensor:
     """`woq_linear` with w = offset + sum of alpha[i] * (+1 where bit i of the code is set, else -1).
 
@@ -93,8 +111,12 @@ def bcq_linear(
     """
     if alpha.dim() != 3:
         raise ValueError(f"alpha: expected [G, q, N], got shape {list(alpha.shape)}")
-    weight = (packed, alpha, None, offset)
-    return _call(x, x_scale, weight, bias, "planes", alpha.shape[1], group, activation, residual, constant_weight)
+    return _call(
+        LowbitCall(
+            x, x_scale, packed, alpha, None, offset, "planes", alpha.shape[1], group, norm, norm_weight, norm_bias, eps,
+            bias, activation, residual, out_scale, engine, constant_weight,
+        )
+    )  # fmt: skip
 
 
 def sparse12_linear(
@@ -108,13 +130,23 @@ def sparse12_linear(
     residual: Tensor | None = None,
     constant_weight: bool = False,
     x_scale: Scale | None = None,
+    norm: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    out_scale: Scale | None = None,
+    engine: str = "auto",
 ) -> Tensor:
     """`woq_linear` with one of every two columns of w (`quant.sparse`).
 
     packed: int32, `pack_pairs` of codes `[N, ceil(K / 2)]`; scale: floating point `[G, N]`.
     """
-    weight = (packed, scale, None, None)
-    return _call(x, x_scale, weight, bias, "sparse12", 8, group, activation, residual, constant_weight)
+    return _call(
+        LowbitCall(
+            x, x_scale, packed, scale, None, None, "sparse12", 8, group, norm, norm_weight, norm_bias, eps, bias,
+            activation, residual, out_scale, engine, constant_weight,
+        )
+    )  # fmt: skip
 
 
 def dequantize_lowbit(
@@ -141,82 +173,57 @@ def dequantize_lowbit(
     return grid.dequantize(codes, scale.t(), None if zero is None else zero.t(), bits, group)
 
 
-def _call(
-    x: Tensor,
-    x_scale: Scale | None,
-    weight: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    bias: Tensor | None,
-    *rest: Any,
-) -> Tensor:
-    _, bits, group, activation, residual, _ = rest
-    for name, value in (("bits", bits), ("group", group)):
-        if value is not None and type(value) is not int:
-            raise TypeError(f"{name}: expected int{' or None' * (name == 'group')}, got {type(value).__name__}")
-    if activation is not None and activation not in ACTIVATIONS:
-        known = ", ".join(map(repr, ACTIVATIONS))
-        raise ValueError(f"activation: expected None, {known}, got {activation!r}")
-    if (x_scale is not None) != (x.dtype == torch.int8):
-        got = "None" if x_scale is None else "one"
-        raise ValueError(f"x_scale: expected one for int8 x and None for others, got {got} for {x.dtype}")
-    if goes_direct(x, x_scale, *weight, bias, residual):
-        return _lowbit_linear(x, x_scale, *weight, bias, *rest)
-    refuse_gradients("lowbit_linear", x=x, bias=bias, residual=residual)
-    x_scale = None if x_scale is None else as_tensor("x_scale", x_scale, x)
-    result: Tensor = torch.ops.octofuse.lowbit_linear(x, x_scale, *weight, bias, *rest)
+def _call(call: LowbitCall) -> Tensor:
+    check_call(call)
+    result: Tensor = run("lowbit_linear", "lowbit_linear", call, _lowbit_linear)
     return result
 
 
-def _lowbit_linear(
-    x: Tensor,
-    x_scale: Scale | None,
-    packed: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    offset: Tensor | None,
-    bias: Tensor | None,
-    kind: str,
-    bits: int,
-    group: int | None,
-    activation: str | None,
-    residual: Tensor | None,
-    constant_weight: bool,
-) -> Tensor:
-    if torch.is_grad_enabled():
-        refuse_gradients("lowbit_linear", x=x, bias=bias, residual=residual)
-    if offset is None:
-        rest = (x_scale, packed, scale, zero, bias, kind, bits, group, activation, residual, constant_weight)
-        y = _C.lowbit_linear(x, *rest)
-        if y is None and x.is_cuda and (copy := _copy_for_kernels(x, scale.dtype)) is not None:
-            y = _C.lowbit_linear(copy, *rest)
-        if y is not None:
-            return y
-    elif offset.shape != (scale.shape[0], scale.shape[2]):
-        raise ValueError(f"offset: expected shape {[scale.shape[0], scale.shape[2]]}, got {list(offset.shape)}")
-    if x_scale is not None:
-        x = _in_floating_point(x, x_scale).to(scale.dtype)
-    w = dequantize_lowbit(packed, scale, zero, offset, kind, bits, group, x.shape[-1])
-    y = linear(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    y = y if activation is None else ACTIVATIONS[activation](y)
-    return y if residual is None else y + residual
+def check_call(call: LowbitCall) -> None:
+    """What `_C` cannot say as clearly."""
+    for name, value in (("bits", call.bits), ("group", call.group)):
+        if value is not None and type(value) is not int:
+            raise TypeError(f"{name}: expected int{' or None' * (name == 'group')}, got {type(value).__name__}")
+    if call.activation is not None and call.activation not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"activation: expected None, {known}, got {call.activation!r}")
+    if (call.x_scale is not None) != (call.x.dtype == torch.int8):
+        got = "None" if call.x_scale is None else "one"
+        raise ValueError(f"x_scale: expected one for int8 x and None for others, got {got} for {call.x.dtype}")
+    check_norm(call.norm, call.norm_weight, call.norm_bias)
+    offset, alpha = call.offset, call.scale
+    if offset is not None and offset.shape != (alpha.shape[0], alpha.shape[2]):
+        raise ValueError(f"offset: expected shape {[alpha.shape[0], alpha.shape[2]]}, got {list(offset.shape)}")
 
 
-def _copy_for_kernels(x: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """x as those for more than 4 tokens read it: no int8, rows that start at multiples of 16 bytes; None where it is."""
-    aligned = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
-    if x.dtype not in (dtype, torch.int8) or (x.dtype == dtype and aligned):
-        return None
-    columns = x.shape[-1]
-    rows = torch.empty((*x.shape[:-1], -(-columns // 8) * 8), dtype=dtype, device=x.device)
-    return rows[..., :columns].copy_(x)
+def _lowbit_linear(call: LowbitCall) -> Tensor:
+    y = _C.lowbit_linear(call)
+    return _dequantized_linear(call) if y is None else y
+
+
+def _dequantized_linear(call: LowbitCall) -> Tensor:
+    """The engine "dequantized", which every device has."""
+    x, scale = call.x, call.scale
+    if call.norm is not None:
+        norm = RowsCall(x, call.norm, None, call.norm_weight, call.norm_bias, call.eps, None, False, None)
+        x = rows._rows(norm)[0]
+    if call.x_scale is not None:
+        x = _in_floating_point(x, call.x_scale).to(scale.dtype)
+    stored = (call.packed, scale, call.zero, call.offset, call.kind, call.bits, call.group)
+    w = dequantize_lowbit(*stored, x.shape[-1])
+    y = linear(x, w.to(x.dtype), None if call.bias is None else call.bias.to(x.dtype))
+    y = y if call.activation is None else ACTIVATIONS[call.activation](y)
+    y = y if call.residual is None else y + call.residual
+    return y if call.out_scale is None else _per_tensor(y, call.out_scale)
 
 
 def _in_floating_point(x: Tensor, x_scale: Scale) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
+    tokens = x.reshape(-1, x.shape[-1])
     if isinstance(x_scale, Tensor):
-        if x_scale.numel() not in (1, rows.shape[0]):
-            raise ValueError(f"x_scale: expected 1 or {rows.shape[0]} elements, got shape {list(x_scale.shape)}")
+        if x_scale.numel() not in (1, tokens.shape[0]):
+            raise ValueError(f"x_scale: expected 1 or {tokens.shape[0]} elements, got shape {list(x_scale.shape)}")
         x_scale = x_scale.view(-1, 1)
-    return (rows * x_scale).view(x.shape)
+    return (tokens * x_scale).view(x.shape)
 
 
-IMPLEMENTATIONS = {"lowbit_linear": _lowbit_linear}
+IMPLEMENTATIONS: dict[str, Callable[[Any], Tensor]] = {"lowbit_linear": _lowbit_linear}

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octofuse import _C
-from octofuse.ops._guard import as_tensor, dtype_name, goes_direct, refuse_gradients
-from octofuse.testing import reference
-
-Scale = Tensor | float
+from octofuse import _C, reference
+from octofuse.ops._calls import Scale
+from octofuse.ops._guard import as_tensor, goes_direct, refuse_gradients
 
 
 def quantize_per_tensor(x: Tensor, scale: Scale) -> Tensor:
@@ -63,7 +61,7 @@ def _per_token(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _dequantize(q: Tensor, scale: Scale, out_dtype: torch.dtype) -> Tensor:
     refuse_gradients("dequantize", scale=scale)
-    result = _C.dequantize(q, scale, dtype_name(out_dtype))
+    result = _C.dequantize(q, scale, out_dtype)
     if result is not None:
         return result
     flat = reference.dequantize(q.reshape(-1, q.shape[-1]), 1.0, scale)

@@ -2,7 +2,7 @@
 
 Every `*_quantize` function gives the bits of its parts: the plain function of this module, whose result is rounded to x's
 dtype, and `quantize_per_token` (or, with `scale`, `quantize_per_tensor`) behind it. Sums have a fixed order that depends
-on the length of a row alone (`testing.reference.row_sum`), so batch, stride and device do not change a bit of a norm;
+on the length of a row alone (`reference.row_sum`), so batch, stride and device do not change a bit of a norm;
 activations agree within 1 ulp between devices.
 
 x is fp16, bf16 or fp32 `[..., K]`, dense in K; weight and bias are `[K]` in x's dtype or fp32. Bad arguments raise
@@ -15,14 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from octofuse import _C
-from octofuse.ops._guard import as_tensor, goes_direct, refuse_gradients
-from octofuse.testing import reference
-
-Scale = Tensor | float
+from octofuse import _C, reference
+from octofuse.ops._calls import RowsCall, Scale, run
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -133,30 +129,16 @@ def _call(
     quantize: bool = False,
     scale: Scale | None = None,
 ) -> list[Tensor]:
-    if goes_direct(x, residual, weight, bias, scale):
-        return _rows(x, op, residual, weight, bias, eps, activation, quantize, scale)
-    refuse_gradients(op, x=x, residual=residual, weight=weight, bias=bias, scale=scale)
-    if scale is not None:
-        scale = as_tensor("scale", scale, x)
-    results: list[Tensor] = torch.ops.octofuse.rows(x, op, residual, weight, bias, eps, activation, quantize, scale)
+    call = RowsCall(x, op, residual, weight, bias, eps, activation, quantize, scale)
+    results: list[Tensor] = run("rows", op, call, _rows)
     return results
 
 
-def _rows(
-    x: Tensor,
-    op: str,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    activation: str | None,
-    quantize: bool,
-    scale: Scale | None,
-) -> list[Tensor]:
-    refuse_gradients(op, x=x, residual=residual, weight=weight, bias=bias, scale=scale)
-    results = _C.rows(x, op, residual, weight, bias, eps, activation, quantize, scale)
+def _rows(call: RowsCall) -> list[Tensor]:
+    results = _C.rows(call)
     if results is not None:
         return results
+    x, op, residual, weight, bias, eps, activation, quantize, scale = call
     h = None if residual is None else x + residual
     if op in ("layer_norm", "rms_norm"):
         y = reference.norm(x if h is None else h, weight, bias, eps, center=op == "layer_norm")

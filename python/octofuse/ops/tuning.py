@@ -26,7 +26,8 @@ from torch import Tensor
 from octofuse import _C
 from octofuse.ops import gemm
 from octofuse.ops._guard import dtype_name
-from octofuse.testing.timing import device_time, overlap
+from octofuse.ops.explain import explain, tune_cublaslt
+from octofuse.ops.measure import device_time, overlap
 
 FORMAT = 1
 WORTH_TIMING = 2.0  # times the lowest estimate
@@ -161,8 +162,6 @@ def tune(
 
 
 def _tune_one(m: int, n: int, k: int, out: str, device: int) -> tuple[Tuned, dict[str, Any]]:
-    from octofuse.ops.explain import explain, tune_cublaslt
-
     dtype = getattr(torch, out)
     sets = _operands(m, n, k)
     entry: dict[str, Any] = {}
@@ -187,8 +186,8 @@ def _tune_one(m: int, n: int, k: int, out: str, device: int) -> tuple[Tuned, dic
 def _worth_timing(m: int, n: int, k: int, out: str, device: int) -> list[str]:
     estimates = sorted(_C.estimates(m, n, k, out, out == "int32", device), key=lambda pair: pair[1])
     real = [(name, us) for name, us in estimates if us < 1e6]
-    near = [name for i, (name, us) in enumerate(real) if i < AT_LEAST or us <= WORTH_TIMING * real[0][1]]
-    return near + [name for name, us in estimates if out == "int32" and name == "cublaslt"]
+    worth = [name for i, (name, us) in enumerate(real) if i < AT_LEAST or us <= WORTH_TIMING * real[0][1]]
+    return worth + [name for name, us in estimates if out == "int32" and name == "cublaslt"]
 
 
 def _operands(m: int, n: int, k: int) -> list[tuple[Tensor, ...]]:

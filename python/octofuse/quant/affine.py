@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octofuse.quant.weight_only import WeightOnly, weight_only_named
-from octofuse.testing.reference import quantize, token_scales
+from octofuse.reference import quantize, token_scales
 
 
 @dataclass(frozen=True)

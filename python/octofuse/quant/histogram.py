@@ -37,11 +37,11 @@ class Histogram:
             self.top = largest
         while largest > self.top:
             self._double()
-        places = torch.zeros_like(magnitudes, dtype=torch.int64)
+        bins_of = torch.zeros_like(magnitudes, dtype=torch.int64)
         if self.top > 0.0:
-            places = (magnitudes * (self.bins / self.top)).long().clamp_(max=self.bins - 1)
-        rows = torch.arange(places.shape[1], device=x.device) * self.bins
-        new = torch.bincount((places + rows).flatten(), minlength=self.counts.numel())
+            bins_of = (magnitudes * (self.bins / self.top)).long().clamp_(max=self.bins - 1)
+        rows = torch.arange(bins_of.shape[1], device=x.device) * self.bins
+        new = torch.bincount((bins_of + rows).flatten(), minlength=self.counts.numel())
         self.counts += new.view_as(self.counts).to(self.counts)
 
     def _double(self) -> None:
@@ -93,7 +93,7 @@ def _least_divergence(counts: Tensor) -> int:
 def _divergence(counts: Tensor, kept: int) -> float:
     clipped = counts[:kept].clone()
     clipped[-1] += counts[kept:].sum()
-    # Each level spreads what fell into it over those of its bins that held something.
+    # Each level spreads what fell into it over those of its bins that had something.
     level = torch.arange(kept) * LEVELS // kept
     filled = (counts[:kept] > 0).double()
     mass = torch.zeros(LEVELS, dtype=torch.float64).index_add_(0, level, counts[:kept])

@@ -1,11 +1,12 @@
 """How codes of 1 to 8 bits lie in 32-bit words: the one description, for layers, checkpoints and kernels.
 
-Rows are filled up to a multiple of 16 and columns to one of 128, with zeros, and cut into tiles of 16 x 128; the tiles of
-16 rows lie one after the other. A tile belongs to 32 lanes of a warp as tensor cores want their operand: in each of 4
-steps, of 32 columns, lane 4 * g + t has rows g and g + 8 and the columns 2 * t and 2 * t + 1 of every 8. That makes 4
-registers of 4 codes a step, a byte each: row g's of the first 16 columns, row g + 8's, row g's of the other 16, row
-g + 8's; 16 registers in all. Their bytes are columns 2 * t, 2 * t + 8, 2 * t + 1, 2 * t + 9: so the two halves of a
-register are the neighbours that an fp16 product wants side by side, and the whole of it is what an int8 product wants.
+Rows, one for each output channel, are filled up to a multiple of 16 and columns to one of 128, with zeros, and cut into
+tiles: a row tile of 16 rows by a k-block of 128 columns. The tiles of a row tile lie one after the other. A tile belongs to
+32 lanes of a warp as tensor cores want their operand: in each of 4 steps, of 32 columns, lane 4 * g + t has rows g and
+g + 8 and the columns 2 * t and 2 * t + 1 of every 8. That makes 4 registers of 4 codes a step, a byte each: row g's of the
+first 16 columns, row g + 8's, row g's of the other 16, row g + 8's; 16 registers in all. Their bytes are columns 2 * t,
+2 * t + 8, 2 * t + 1, 2 * t + 9: so the two halves of a register are the neighbours that an fp16 product wants side by
+side, and the whole of it is what an int8 product wants.
 
 A code is cut into fields of 8, 4, 2 or 1 bits, the low bits first: 7 = 4 + 2 + 1, 6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1; or,
 `planes`, into single bits. A tile holds its fields one after the other. A field of f bits packs 8 / f registers into a
@@ -26,27 +27,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-STRIP = 16  # rows of a tile
-ROW = 128  # columns of a tile
+TILE_ROWS = 16  # of a row tile
+BLOCK_K = 128  # columns of a k-block
 
 _FIELDS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
 _REGISTERS = (4, 2, 2)  # of a lane: step, 16 columns, row g or g + 8; dimensions 3 to 5
 _ROWS_FIRST = {1: (5, 3, 4), 2: (5, 4, 3)}
 
-# strip, row g or g + 8, g, chunk, step, 16 columns, 8 columns, t, odd -> strip, chunk, g, t, step, 16 columns, row g or
-# g + 8, odd, 8 columns; and back
+# row tile, row g or g + 8, g, k-block, step, 16 columns, 8 columns, t, odd -> row tile, k-block, g, t, step,
+# 16 columns, row g or g + 8, odd, 8 columns; and back
 _OF_CODES, _TO_LANES = (2, 8, -1, 4, 2, 2, 4, 2), (0, 3, 2, 7, 4, 5, 1, 8, 6)
 _OF_PAIRS, _PAIRS_TO_LANES = (2, 8, -1, 4, 2, 2, 4), (0, 3, 2, 7, 4, 1, 5, 6)
 
 
 def packed_rows(rows: int) -> int:
-    return -(-rows // STRIP) * STRIP
+    return -(-rows // TILE_ROWS) * TILE_ROWS
 
 
 def packed_words(bits: int, columns: int) -> int:
     """32-bit words of a row of codes; of pairs as if they were codes of 4 bits."""
-    return bits * -(-columns // ROW) * (ROW // 32)
+    return bits * -(-columns // BLOCK_K) * (BLOCK_K // 32)
 
 
 def pack(codes: Tensor, bits: int, *, planes: bool = False) -> Tensor:
@@ -55,15 +56,15 @@ def pack(codes: Tensor, bits: int, *, planes: bool = False) -> Tensor:
     Raises ValueError for codes that do not fit.
     """
     fields = _fields(bits, planes)
-    padded = _padded(codes, bits, ROW)
-    lanes = padded.view(-1, *_OF_CODES[:2], padded.shape[1] // ROW, *_OF_CODES[3:]).permute(_TO_LANES)
+    padded = _padded(codes, bits, BLOCK_K)
+    lanes = padded.view(-1, *_OF_CODES[:2], padded.shape[1] // BLOCK_K, *_OF_CODES[3:]).permute(_TO_LANES)
     lanes = lanes.reshape(*lanes.shape[:2], 32, 16, 4)
-    parts = []
+    words = []
     low = 0
     for width in fields:
-        parts.append(_to_words(lanes >> low & (1 << width) - 1, width))
+        words.append(_to_words(lanes >> low & (1 << width) - 1, width))
         low += width
-    return torch.cat(parts, -1).reshape(padded.shape[0], -1)
+    return torch.cat(words, -1).reshape(padded.shape[0], -1)
 
 
 def unpack(packed: Tensor, bits: int, rows: int, columns: int, *, planes: bool = False) -> Tensor:
@@ -82,8 +83,8 @@ def unpack(packed: Tensor, bits: int, rows: int, columns: int, *, planes: bool =
 
 def pack_pairs(codes: Tensor) -> Tensor:
     """codes [N, ceil(K / 2)], 8 bits for two columns -> int32 [packed_rows(N), packed_words(4, K)]."""
-    padded = _padded(codes, 8, ROW // 2)
-    lanes = padded.view(-1, *_OF_PAIRS[:2], padded.shape[1] // (ROW // 2), *_OF_PAIRS[3:]).permute(_PAIRS_TO_LANES)
+    padded = _padded(codes, 8, BLOCK_K // 2)
+    lanes = padded.view(-1, *_OF_PAIRS[:2], padded.shape[1] // (BLOCK_K // 2), *_OF_PAIRS[3:]).permute(_PAIRS_TO_LANES)
     return _to_words(lanes.reshape(*lanes.shape[:2], 32, 8, 4), 8).reshape(padded.shape[0], -1)
 
 
@@ -101,22 +102,22 @@ def _padded(codes: Tensor, bits: int, columns: int) -> Tensor:
         raise ValueError(f"codes: expected integers [N, K], got {codes.dtype} of shape {list(codes.shape)}")
     if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < 1 << bits:
         raise ValueError(f"codes: expected 0 to {(1 << bits) - 1}, got {int(codes.min())} to {int(codes.max())}")
-    return pad(codes.to(torch.int32), (0, -codes.shape[1] % columns, 0, -codes.shape[0] % STRIP))
+    return pad(codes.to(torch.int32), (0, -codes.shape[1] % columns, 0, -codes.shape[0] % TILE_ROWS))
 
 
 def _tiles(packed: Tensor, bits: int, rows: int, columns: int) -> Tensor:
-    """[strips, chunks, words of a tile]."""
+    """[row tiles, k-blocks, words of a tile]."""
     want = [packed_rows(rows), packed_words(bits, columns)]
     if packed.dtype != torch.int32 or list(packed.shape) != want:
         raise ValueError(
             f"packed: expected int32 of shape {want} for {rows} x {columns} codes of {bits} bits, "
             f"got {packed.dtype} of shape {list(packed.shape)}"
         )
-    return packed.reshape(want[0] // STRIP, -1, bits * STRIP * ROW // 32)
+    return packed.reshape(want[0] // TILE_ROWS, -1, bits * TILE_ROWS * BLOCK_K // 32)
 
 
 def _to_words(registers: Tensor, width: int) -> Tensor:
-    """[strips, chunks, lane, register, byte] of `width` bits -> [strips, chunks, words of the field]."""
+    """[row tiles, k-blocks, lane, register, byte] of `width` bits -> [row tiles, k-blocks, words of the field]."""
     if width <= 2:
         registers = registers.unflatten(3, _REGISTERS).permute(0, 1, 2, *_ROWS_FIRST[width], 6).flatten(3, 5)
     shared = registers.unflatten(3, (-1, 8 // width))

@@ -1,1 +1,1 @@
-"""Shared by tests, benchmarks and the CPU engine: the reference formula, tolerances, shapes and timing."""
+"""For tests and benchmarks alone: tolerances, shapes, host times and the record of a measurement."""

@@ -1,0 +1,72 @@
+// The arguments of the larger ops as Python hands them over: one NamedTuple of ops/_calls.py for each, whose fields
+// have the names and the order of the lists here (tests/test_ops_calls.py compares both).
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "octofuse/error.h"
+
+namespace octofuse {
+
+namespace py = pybind11;
+
+#define OCTOFUSE_LINEAR_FIELDS(X)                                                                                  \
+  X(x)                                                                                                             \
+  X(w) X(x_scale) X(w_scale) X(bias) X(activation) X(residual) X(out_dtype) X(out_scale) X(engine) X(x_zero_point) \
+      X(w_sum) X(constant_weight)
+
+#define OCTOFUSE_ROW_LINEAR_FIELDS(X)                                                                                  \
+  X(x)                                                                                                                 \
+  X(w) X(x_scale) X(w_scale) X(norm) X(norm_weight) X(norm_bias) X(eps) X(bias) X(activation) X(residual) X(out_dtype) \
+      X(out_scale) X(constant_weight)
+
+#define OCTOFUSE_LOWBIT_FIELDS(X)                                                                                     \
+  X(x)                                                                                                                \
+  X(x_scale) X(packed) X(scale) X(zero) X(offset) X(kind) X(bits) X(group) X(norm) X(norm_weight) X(norm_bias) X(eps) \
+      X(bias) X(activation) X(residual) X(out_scale) X(engine) X(constant_weight)
+
+#define OCTOFUSE_ROWS_FIELDS(X) X(x) X(op) X(residual) X(weight) X(bias) X(eps) X(activation) X(quantize) X(scale)
+
+#define OCTOFUSE_COL32_FIELDS(X)                                                                                \
+  X(x)                                                                                                          \
+  X(w) X(sizes) X(x_scale) X(w_scale) X(bias) X(activation) X(residual) X(out_dtype) X(out_scale) X(out_layout) \
+      X(size)
+
+#define OCTOFUSE_ONE(name) +1
+#define OCTOFUSE_MEMBER(name) py::handle name;
+#define OCTOFUSE_TAKE(name) name = PyTuple_GET_ITEM(call.ptr(), next++);
+#define OCTOFUSE_NAME(name) names.append(#name);
+
+#define OCTOFUSE_CALL(Type, FIELDS)                                                                                 \
+  struct Type {                                                                                                     \
+    FIELDS(OCTOFUSE_MEMBER)                                                                                         \
+    explicit Type(const py::tuple& call) {                                                                          \
+      constexpr py::ssize_t kFields = 0 FIELDS(OCTOFUSE_ONE);                                                       \
+      if (static_cast<py::ssize_t>(call.size()) != kFields) {                                                       \
+        refuse<TypeError>("call", #Type " of " + std::to_string(kFields) + " fields", std::to_string(call.size())); \
+      }                                                                                                             \
+      py::ssize_t next = 0;                                                                                         \
+      FIELDS(OCTOFUSE_TAKE)                                                                                         \
+    }                                                                                                               \
+    static py::list names() {                                                                                       \
+      py::list names;                                                                                               \
+      FIELDS(OCTOFUSE_NAME)                                                                                         \
+      return names;                                                                                                 \
+    }                                                                                                               \
+  };
+
+OCTOFUSE_CALL(LinearFields, OCTOFUSE_LINEAR_FIELDS)
+OCTOFUSE_CALL(RowLinearFields, OCTOFUSE_ROW_LINEAR_FIELDS)
+OCTOFUSE_CALL(LowbitFields, OCTOFUSE_LOWBIT_FIELDS)
+OCTOFUSE_CALL(RowsFields, OCTOFUSE_ROWS_FIELDS)
+OCTOFUSE_CALL(Col32Fields, OCTOFUSE_COL32_FIELDS)
+
+#undef OCTOFUSE_CALL
+#undef OCTOFUSE_NAME
+#undef OCTOFUSE_TAKE
+#undef OCTOFUSE_MEMBER
+#undef OCTOFUSE_ONE
+
+}  // namespace octofuse

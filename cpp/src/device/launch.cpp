@@ -1,0 +1,82 @@
+#include "device/launch.h"
+
+#include <string>
+
+#include "octofuse/device.h"
+#include "octofuse/error.h"
+
+namespace octofuse {
+
+void throw_launch_error(const char* kernel, const char* reason) {
+  throw RuntimeError(std::string(kernel) + ": launch failed: " + reason);
+}
+
+void check_launch(const char* kernel) {
+  const cudaError_t status = cudaGetLastError();
+  if (status != cudaSuccess) throw_launch_error(kernel, cudaGetErrorString(status));
+}
+
+void allow_shared_memory(const void* kernel, int bytes, int device, DeviceFlags& raised) {
+  std::atomic<bool>& done = raised.at(static_cast<size_t>(device));
+  if (done.load(std::memory_order_acquire)) return;
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  // The driver's own choice leaves room for one block of a kernel, and its clusters then run in waves.
+  if (status == cudaSuccess) {
+    status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  }
+  if (status != cudaSuccess) throw_launch_error("cudaFuncSetAttribute", cudaGetErrorString(status));
+  done.store(true, std::memory_order_release);
+}
+
+namespace {
+
+std::atomic<bool> overlap_allowed{true};
+
+}  // namespace
+
+bool allow_overlap(bool allowed) { return overlap_allowed.exchange(allowed); }
+
+bool is_chained(cudaStream_t stream, int device) {
+  if (!overlap_allowed.load(std::memory_order_relaxed) || !device_capability(device).kernels_sm90a) return false;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &status) == cudaSuccess && status == cudaStreamCaptureStatusActive;
+}
+
+void launch_kernel(const char* name, const void* function, dim3 grid, dim3 block, int shared_bytes, dim3 cluster,
+                   bool overlap, void* args, cudaStream_t stream) {
+  cudaLaunchAttribute attributes[3];
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  if (cluster.x * cluster.y * cluster.z > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster.x;
+    attribute.val.clusterDim.y = cluster.y;
+    attribute.val.clusterDim.z = cluster.z;
+  }
+  if (overlap) {
+#if CUDART_VERSION >= 13000
+    // An SM takes a kernel that wants another split of its memory only when it has become idle. Where it takes several
+    // blocks one after the other, a larger cache counts for more.
+    constexpr unsigned kFewBlocks = 264;
+    if (grid.x * grid.y * grid.z <= kFewBlocks) {
+      cudaLaunchAttribute& split = attributes[config.numAttrs++];
+      split.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+      split.val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+    }
+#endif
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  void* pointers[] = {args};
+  const cudaError_t status = cudaLaunchKernelExC(&config, function, pointers);
+  if (status != cudaSuccess) throw_launch_error(name, cudaGetErrorString(status));
+}
+
+}  // namespace octofuse

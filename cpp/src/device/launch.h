@@ -1,0 +1,32 @@
+// Launch plumbing shared by every kernel file.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <atomic>
+
+namespace octofuse {
+
+[[noreturn]] void throw_launch_error(const char* kernel, const char* reason);
+
+// Throws RuntimeError with the kernel's name if the last launch failed.
+void check_launch(const char* kernel);
+
+// One flag per device, for what must be done once on each.
+using DeviceFlags = std::array<std::atomic<bool>, 64>;
+
+// Raises the kernel's dynamic shared-memory limit, once per device.
+void allow_shared_memory(const void* kernel, int bytes, int device, DeviceFlags& raised);
+
+// True while the stream records a graph on a device whose kernels wait for their predecessors themselves
+// (griddepcontrol, compiled for sm_90a): then they are chained by programmatic dependent launch, unless
+// allow_overlap(false) was called.
+bool is_chained(cudaStream_t stream, int device);
+
+// One launch with everything that <<<>>> cannot say: clusters of blocks, and `overlap`: the kernel may start before
+// its predecessor has finished (it has to execute griddepcontrol.wait in every thread that touches memory).
+void launch_kernel(const char* name, const void* function, dim3 grid, dim3 block, int shared_bytes, dim3 cluster,
+                   bool overlap, void* args, cudaStream_t stream);
+
+}  // namespace octofuse

@@ -1,0 +1,73 @@
+// The sm_90a instructions that the kernels use, where CuTe has no wrapper of the right shape.
+#pragma once
+
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // wgmma's N in steps of 16 and 8, not the powers of two alone
+#include <cutlass/arch/barrier.h>
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/arch/mma_sm90_gmma.hpp>
+
+#include <cstdint>
+#include <utility>
+
+namespace octofuse::wgmma {
+
+// d[64, kCols] (+)= a[64, 32] * b[kCols, 32]^T, int8 from shared memory into this warpgroup's int32 registers.
+template <int kCols>
+struct Mma;
+
+#define OCTOFUSE_WGMMA(N)                                                                                       \
+  template <>                                                                                                   \
+  struct Mma<N> {                                                                                               \
+    template <size_t... i>                                                                                      \
+    __device__ static void call(uint64_t a, uint64_t b, uint32_t (&d)[N / 2], cute::SM90::GMMA::ScaleOut scale, \
+                                std::index_sequence<i...>) {                                                    \
+      cute::SM90::GMMA::MMA_64x##N##x32_S32S8S8_SS_TN::fma(a, b, d[i]..., scale);                               \
+    }                                                                                                           \
+    __device__ static void run(uint64_t a, uint64_t b, uint32_t (&d)[N / 2], bool accumulate) {                 \
+      using cute::SM90::GMMA::ScaleOut;                                                                         \
+      call(a, b, d, accumulate ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<N / 2>());            \
+    }                                                                                                           \
+  }
+OCTOFUSE_WGMMA(16);
+OCTOFUSE_WGMMA(32);
+OCTOFUSE_WGMMA(48);
+OCTOFUSE_WGMMA(64);
+OCTOFUSE_WGMMA(80);
+OCTOFUSE_WGMMA(96);
+OCTOFUSE_WGMMA(112);
+OCTOFUSE_WGMMA(128);
+OCTOFUSE_WGMMA(144);
+OCTOFUSE_WGMMA(192);
+OCTOFUSE_WGMMA(240);
+OCTOFUSE_WGMMA(256);
+#undef OCTOFUSE_WGMMA
+
+// wgmma's view of a K-major operand tile whose rows are 128 bytes in TMA's 128-byte swizzle (PTX ISA, "matrix
+// descriptor"): address / 16, the distance of two groups of 8 rows (1024 bytes) / 16, and the swizzle's code. A step of
+// 32 bytes along K adds 2.
+__device__ inline uint32_t low_descriptor(const void* tile) {
+  return ((cute::cast_smem_ptr_to_uint(tile) & 0x3FFFF) >> 4) | 1U << 16;
+}
+__device__ inline uint64_t descriptor_of(uint32_t low) {
+  return uint64_t{low} | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
+}
+__device__ inline uint64_t tile_descriptor(const void* tile) { return descriptor_of(low_descriptor(tile)); }
+
+// This thread's warpgroup, in a form that the compiler knows to be the same for a whole warp: descriptors derived from
+// it stay in uniform registers, and wgmmas follow each other without a round trip through vector registers.
+__device__ inline int warpgroup_of(int thread) { return __shfl_sync(0xFFFFFFFFU, thread / 128, 0); }
+
+// 16 bytes of another block of the cluster, at the shared address that they have in this one.
+__device__ inline int4 load_from_block(uint32_t local, uint32_t rank) {
+  const uint32_t remote = cute::set_block_rank(local, rank);
+  int4 v;
+  asm volatile("ld.shared::cluster.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(remote)
+               : "memory");
+  return v;
+}
+
+}  // namespace octofuse::wgmma

@@ -1,0 +1,121 @@
+// Tensor maps, shared memory and the launch of the wgmma kernel.
+#include "gemm/wgmma/launch.h"
+
+#include <algorithm>
+#include <mutex>
+
+#include "device/launch.h"
+#include "device/tensor_map.h"
+#include "gemm/wgmma/tiles.h"
+
+namespace octofuse::wgmma {
+
+#define OCTOFUSE_DECLARE(row_blocks, cols, form) \
+  template <>                                    \
+  KernelInfo kernel_info<row_blocks, cols, Form::form>();
+OCTOFUSE_WGMMA_TILES(OCTOFUSE_DECLARE)
+#undef OCTOFUSE_DECLARE
+
+namespace {
+
+constexpr int kAllTiles = static_cast<int>(sizeof(kTiles) / sizeof(kTiles[0]));
+constexpr int kSharedPerSm = 228 * 1024;  // compute capability 9.0; 1 KB of it goes to each block's system use
+constexpr int kMaxStages = 32;
+
+// [rows, k] int8 with row stride ld, read in pieces of box_rows x 128 bytes.
+CUtensorMap operand_map(const int8_t* data, int64_t rows, int64_t k, int64_t ld, int box_rows) {
+  return tensor_map({data, rows, k, ld, 1, box_rows, 128, true});
+}
+
+int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+const KernelInfo& info_of(int tile) {
+  static const KernelInfo infos[] = {
+#define OCTOFUSE_INFO(row_blocks, cols, form) kernel_info<row_blocks, cols, Form::form>(),
+      OCTOFUSE_WGMMA_TILES(OCTOFUSE_INFO)
+#undef OCTOFUSE_INFO
+  };
+  return infos[tile];
+}
+
+// What every form of the kernel is told.
+KernelArgs common_args(const GemmArgs& args, bool chained) {
+  KernelArgs kernel{};
+  kernel.epilogue = args.epilogue;
+  kernel.output = output_of(args);
+  kernel.constant_weight = chained && args.constant_weight;
+  kernel.k_blocks = ceil_div(args.k, 128);
+  return kernel;
+}
+
+// One block a tile and slice of K.
+void run_tiles(const KernelInfo& info, const TileShape& tile, int split, int blocks_per_sm, const GemmArgs& args,
+               bool chained, cudaStream_t stream) {
+  const bool swap = tile.form == Form::kSwapped;
+  const int tokens = swap ? tile.cols : tile.rows;
+  KernelArgs kernel = common_args(args, chained);
+  kernel.w_map = operand_map(args.w, args.n, args.k, args.ldw, swap ? tile.rows : tile.cols);
+  kernel.x_map = operand_map(args.x, args.m, args.k, args.ldx, tokens);
+  const auto rest = static_cast<int>(args.m % tokens);
+  if (rest != 0) kernel.x_rest_map = operand_map(args.x, args.m, args.k, args.ldx, rest);
+  kernel.k_share = ceil_div(kernel.k_blocks, split);
+  kernel.split = split;
+  const int budget = kSharedPerSm / blocks_per_sm - 1024 - info.fixed_bytes;
+  kernel.stages = std::clamp(std::min(budget / info.stage_bytes, kernel.k_share), 1, kMaxStages);
+  const int shared = info.fixed_bytes + std::max(kernel.stages * info.stage_bytes, info.epilogue_bytes);
+  const dim3 cluster(1, 1, static_cast<unsigned>(split));
+  const auto blocks = [](int64_t extent, int of_tile) { return static_cast<unsigned>(ceil_div(extent, of_tile)); };
+  const dim3 grid(blocks(swap ? args.m : args.n, tile.cols), blocks(swap ? args.n : args.m, tile.rows), cluster.z);
+  launch_kernel("wgmma", info.function, grid, dim3(static_cast<unsigned>(info.threads)), shared, cluster, chained,
+                &kernel, stream);
+}
+
+// Index into KernelInfo::usual, or -1: 16-bit and int8 outputs by type and activation, then with a residual of their
+// type.
+int usual_epilogue(const EpilogueArgs& e, const TileOutput& output) {
+  const int type = output.type == DType::kFloat16    ? 0
+                   : output.type == DType::kBFloat16 ? 1
+                   : output.type == DType::kInt8     ? 2
+                                                     : -1;
+  if (type < 0 || !output.wide || e.w_sum != nullptr) return -1;
+  if (e.residual == nullptr) return type * kActivations + static_cast<int>(e.activation);
+  const bool plain = e.activation == Activation::kNone && type < 2 && e.residual_type == output.type;
+  return plain ? 3 * kActivations + type : -1;
+}
+
+// As many blocks as the device has SMs, in clusters that share the weights of neighbouring tiles.
+void run_pingpong(const KernelInfo& info, const TileShape& tile, int cluster, const GemmArgs& args, int device,
+                  bool chained, cudaStream_t stream) {
+  KernelArgs kernel = common_args(args, chained);
+  const int usual = usual_epilogue(kernel.epilogue, kernel.output);
+  const void* function = usual < 0 ? info.function : info.usual[usual];
+  static DeviceFlags raised[kAllTiles][kUsual + 1];
+  allow_shared_memory(function, info.fixed_bytes, device, raised[&tile - kTiles][usual + 1]);
+  kernel.w_map = operand_map(args.w, args.n, args.k, args.ldw, tile.cols / cluster);
+  kernel.x_map = operand_map(args.x, args.m, args.k, args.ldx, tile.rows);
+  kernel.cluster = cluster;
+  kernel.tiles_m = ceil_div(args.m, tile.rows);
+  kernel.tiles_n = ceil_div(args.n, tile.cols);
+  const int64_t all = static_cast<int64_t>(ceil_div(kernel.tiles_m, cluster)) * kernel.tiles_n;
+  const int64_t clusters = std::max<int64_t>(1, std::min<int64_t>(all, device_capability(device).sm_count / cluster));
+  launch_kernel("wgmma", function, dim3(static_cast<unsigned>(clusters * cluster)),
+                dim3(static_cast<unsigned>(info.threads)), info.fixed_bytes, dim3(static_cast<unsigned>(cluster)),
+                chained, &kernel, stream);
+}
+
+}  // namespace
+
+void run(const Candidate& candidate, const GemmArgs& args, int device, cudaStream_t stream) {
+  const KernelInfo& info = info_of(candidate.tile);
+  const TileShape& tile = kTiles[candidate.tile];
+  const bool chained = is_chained(stream, device);
+  if (tile.form == Form::kPingpong) {
+    run_pingpong(info, tile, candidate.cluster, args, device, chained, stream);
+  } else {
+    static DeviceFlags raised[kAllTiles];
+    allow_shared_memory(info.function, kSharedPerSm - 1024, device, raised[candidate.tile]);
+    run_tiles(info, tile, candidate.split, candidate.blocks_per_sm, args, chained, stream);
+  }
+}
+
+}  // namespace octofuse::wgmma

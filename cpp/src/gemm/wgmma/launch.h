@@ -1,0 +1,44 @@
+// What the host hands to the wgmma kernel, and its launch.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "epilogue/output.h"
+#include "gemm/wgmma/tiles.h"
+#include "octofuse/gemm.h"
+
+namespace octofuse::wgmma {
+
+struct KernelArgs {
+  CUtensorMap w_map, x_map;  // whole tiles of the K-major operands
+  CUtensorMap x_rest_map;    // as many rows of x as the tile that reaches beyond the last token has
+  EpilogueArgs epilogue;
+  TileOutput output;
+  bool constant_weight;   // the weights may be read before earlier kernels have finished
+  int k_blocks, k_share;  // of 128 bytes: in all, and of one block of the cluster
+  int stages;
+  int split;             // blocks that share a tile's K: a cluster
+  int cluster;           // pingpong: blocks that share the weights' tile
+  int tiles_m, tiles_n;  // pingpong: of the whole output
+};
+
+constexpr int kUsual = 3 * kActivations + 2;
+
+// What the host has to know of a tile's kernel.
+struct KernelInfo {
+  const void* function;
+  int threads;
+  int fixed_bytes, stage_bytes,
+      epilogue_bytes;  // shared memory: always, per stage, and in the stages' place at the end
+  // Pingpong: kernels for the usual epilogues, in the order of usual_epilogue(); `function` serves all others.
+  const void* usual[kUsual];
+};
+
+template <int kRowBlocks, int kCols, Form kForm>
+KernelInfo kernel_info();  // specialised in kernels_*.cu
+
+// candidate.tile is an index into kTiles.
+void run(const Candidate& candidate, const GemmArgs& args, int device, cudaStream_t stream);
+
+}  // namespace octofuse::wgmma

@@ -1,0 +1,298 @@
+// The persistent form of the wgmma kernel, for outputs of more tiles than the device has SMs: a block stays and works
+// through many tiles, and two consumer warpgroups take turns ("pingpong"): while one multiplies its tile, the other
+// finishes the tile before, so that the epilogue hides behind the tensor cores.
+//
+//   a producer thread  copies 128-byte-wide slices of both operands into a ring of stages (TMA), tile after tile; two
+//                      blocks of a cluster work on tiles with the same channels and share the weights (multicast)
+//   a vector warp      reads the scales and the bias of the tiles to come
+//   two warpgroups     multiply every second tile each and finish it piece by piece (epilogue/fragment.cuh)
+//
+// Rows are tokens, cols are output channels.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "epilogue/fragment.cuh"
+#include "gemm/wgmma/kernel.cuh"
+
+namespace octofuse::wgmma {
+
+template <int kRowBlocks_, int kCols_>
+struct PingpongTile {
+  static constexpr int kRowBlocks = kRowBlocks_;  // of 64 rows
+  static constexpr int kRows = 64 * kRowBlocks;
+  static constexpr int kCols = kCols_;
+  static constexpr int kTurns = 2;  // consumer warpgroups
+  static constexpr int kProducer = 128 * kTurns;
+  static constexpr int kVectors = kProducer + 32;
+  static constexpr int kThreads = kProducer + 128;  // a whole warpgroup, since registers move between warpgroups
+  static constexpr int kConsumerRegisters = 232;
+  static constexpr int kOtherRegisters = 40;
+  static constexpr int kBytesA = kRows * kBlockK;
+  static constexpr int kStageBytes = (kRows + kCols) * kBlockK;
+  static constexpr int kSize = kRowBlocks * kCols / 2;  // accumulators of a thread
+  static constexpr int kPieceCols = 32;
+  static constexpr int kPieces = kCols / kPieceCols;  // of 64 rows
+  using Piece = octofuse::Piece<kPieceCols>;
+  struct Shared {
+    FullBarrier full[kMaxStages];
+    EmptyBarrier empty[kMaxStages];
+    EmptyBarrier turn_over[kTurns];  // a warpgroup has seen all operands of its tile: the other one may begin
+    EmptyBarrier vectors_full[kTurns];
+    EmptyBarrier vectors_empty[kTurns];
+    TileVectors<kRows, kCols> vectors[kTurns];
+  };
+  static constexpr int kFixedBytes = (static_cast<int>(sizeof(Shared)) + 1023) / 1024 * 1024;
+  static constexpr int kStagingBytes = kTurns * 2 * Piece::kStagingBytes;
+  static constexpr int kStages = (227 * 1024 - kFixedBytes - kStagingBytes) / kStageBytes;
+  static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes + kStagingBytes;
+};
+
+// The tiles of one block in their order, or every second of them. Tiles are grouped in bands of 16 tiles of tokens, so
+// that blocks that run side by side read few different operands.
+struct TileWalk {
+  static constexpr int kBand = 16;
+  int index, step, count;  // of clusters' tiles
+  int rank, blocks;        // in the cluster
+  int tiles_n, rows;       // rows: of clusters' tiles
+  int tile_m = 0, tile_n = 0;
+
+  __device__ TileWalk(const KernelArgs& args, int first, int every) : blocks(args.cluster), tiles_n(args.tiles_n) {
+    const int clusters = static_cast<int>(gridDim.x) / blocks;
+    rank = static_cast<int>(blockIdx.x) % blocks;
+    rows = (args.tiles_m + blocks - 1) / blocks;
+    index = static_cast<int>(blockIdx.x) / blocks + first * clusters;
+    step = every * clusters;
+    count = rows * tiles_n;
+    find();
+  }
+  __device__ bool valid() const { return index < count; }
+  __device__ void next() {
+    index += step;
+    find();
+  }
+
+ private:
+  __device__ void find() {
+    const int band_rows = kBand / blocks;
+    const int band = index / (band_rows * tiles_n);
+    const int height = min(band_rows, rows - band * band_rows);
+    const int rest = index - band * band_rows * tiles_n;
+    if (height <= 0) return;  // behind the last tile
+    tile_n = rest / height;
+    tile_m = (band * band_rows + rest - tile_n * height) * blocks + rank;
+  }
+};
+
+// A position in the ring.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ void advance(int steps) {
+    const int next = stage + steps;
+    phase ^= static_cast<uint32_t>(next / kStages) & 1;
+    stage = next % kStages;
+  }
+};
+
+template <class Tile>
+__device__ void produce_tiles(const KernelArgs& args, typename Tile::Shared& shared, uint8_t* ring) {
+  constexpr uint64_t kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  const auto load_weights = [&](const TileWalk& tile, int k, int stage) {
+    auto* barrier = reinterpret_cast<uint64_t*>(&shared.full[stage]);
+    uint8_t* to = ring + stage * Tile::kStageBytes + Tile::kBytesA;
+    shared.full[stage].arrive_and_expect_tx(Tile::kStageBytes);
+    if (args.cluster == 1) {
+      cute::SM90_TMA_LOAD_2D::copy(&args.w_map, barrier, kNormal, to, k * kBlockK, tile.tile_n * Tile::kCols);
+    } else {  // each block reads half of the weights for both
+      constexpr int kHalf = Tile::kCols / 2;
+      cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&args.w_map, barrier, uint16_t{3}, kNormal,
+                                             to + tile.rank * kHalf * kBlockK, k * kBlockK,
+                                             tile.tile_n * Tile::kCols + tile.rank * kHalf);
+    }
+  };
+  const auto load_tokens = [&](const TileWalk& tile, int k, int stage) {
+    cute::SM90_TMA_LOAD_2D::copy(&args.x_map, reinterpret_cast<uint64_t*>(&shared.full[stage]), kNormal,
+                                 ring + stage * Tile::kStageBytes, k * kBlockK, tile.tile_m * Tile::kRows);
+  };
+
+  TileWalk tile(args, 0, 1);
+  const int early = args.constant_weight && tile.valid() ? min(Tile::kStages, args.k_blocks) : 0;
+  for (int k = 0; k < early; ++k) load_weights(tile, k, k);
+  wait_for_predecessors();
+  launch_dependents();
+  Ring<Tile::kStages> at;
+  for (bool first = true; tile.valid(); tile.next(), first = false) {
+    for (int k = 0; k < args.k_blocks; ++k) {
+      if (!first || k >= early) {
+        shared.empty[at.stage].wait(at.phase ^ 1);
+        load_weights(tile, k, at.stage);
+      }
+      load_tokens(tile, k, at.stage);
+      at.advance(1);
+    }
+  }
+}
+
+template <class Tile>
+__device__ void read_vectors(const KernelArgs& args, typename Tile::Shared& shared, int lane) {
+  int turn = 0;
+  uint32_t phase = 0;
+  for (TileWalk tile(args, 0, 1); tile.valid(); tile.next()) {
+    shared.vectors_empty[turn].wait(phase ^ 1);
+    load_vectors<32>(args.epilogue, args.output, tile.tile_m * Tile::kRows, tile.tile_n * Tile::kCols,
+                     args.constant_weight, lane, shared.vectors[turn]);
+    shared.vectors_full[turn].arrive();
+    __syncwarp();
+    phase ^= static_cast<uint32_t>(turn);
+    turn ^= 1;
+  }
+}
+
+// One tile's product, from the ring's position `at`.
+template <class Tile>
+__device__ void multiply_tile(const KernelArgs& args, typename Tile::Shared& shared, const uint8_t* ring,
+                              Ring<Tile::kStages> at, int turn, int thread, uint32_t (&d)[Tile::kSize]) {
+  const auto fence = [&] {
+#pragma unroll
+    for (int j = 0; j < Tile::kSize; ++j) cute::warpgroup_fence_operand(d[j]);
+  };
+  // The stage is free in every block whose producer writes to it: one thread tells each of them.
+  const auto release = [&](int stage) {
+    if (thread < args.cluster) shared.empty[stage].arrive(static_cast<uint32_t>(thread));
+  };
+  const uint64_t a0 = tile_descriptor(ring);
+  const uint64_t b0 = tile_descriptor(ring + Tile::kBytesA);
+  int last = 0;
+  for (int k = 0; k < args.k_blocks; ++k) {
+    shared.full[at.stage].wait(at.phase);
+    if (k == args.k_blocks - 1 && thread == 0) shared.turn_over[turn].arrive();
+    const uint64_t offset = static_cast<uint64_t>(at.stage) * (Tile::kStageBytes / 16);
+    fence();
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int step = 0; step < kBlockK / 32; ++step) {
+#pragma unroll
+      for (int r = 0; r < Tile::kRowBlocks; ++r) {
+        Mma<Tile::kCols>::run(a0 + offset + r * (64 * kBlockK / 16) + 2 * step, b0 + offset + 2 * step,
+                              reinterpret_cast<uint32_t (&)[Tile::kCols / 2]>(d[r * (Tile::kCols / 2)]), k + step > 0);
+      }
+    }
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<1>();
+    if (k > 0) release(last);
+    last = at.stage;
+    at.advance(1);
+  }
+  cute::warpgroup_wait<0>();
+  release(last);
+  fence();
+}
+
+// The accumulators of the first piece, which makes the next one the first: registers have no addresses, and a branch
+// for each piece would cost more than these moves.
+template <int kSize, int kAll>
+__device__ inline void take(uint32_t (&d)[kAll], int32_t (&acc)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) acc[i] = static_cast<int32_t>(d[i]);
+#pragma unroll
+  for (int i = 0; i + kSize < kAll; ++i) d[i] = d[i + kSize];
+}
+
+template <class Tile, class Epilogue>
+__device__ void finish_pieces(const KernelArgs& args, const TileWalk& tile, const typename Tile::Shared& shared,
+                              uint8_t* staging, int turn, int thread, uint32_t (&d)[Tile::kSize]) {
+  constexpr int kCount = Tile::kRowBlocks * Tile::kPieces;
+  int buffer = 0;
+#pragma unroll(Epilogue::kUnrolled ? kCount : 1)
+  for (int p = 0; p < kCount; ++p) {
+    typename Tile::Piece piece;
+    piece.m0 = tile.tile_m * Tile::kRows;
+    piece.n0 = tile.tile_n * Tile::kCols;
+    piece.token = p / Tile::kPieces * 64;
+    piece.channel = p % Tile::kPieces * Tile::kPieceCols;
+    piece.thread = thread;
+    piece.barrier = static_cast<uint32_t>(turn);
+    piece.staging = staging + buffer * Tile::Piece::kStagingBytes;
+    int32_t acc[Tile::Piece::kSize];
+    if constexpr (Epilogue::kUnrolled) {
+#pragma unroll
+      for (int i = 0; i < Tile::Piece::kSize; ++i) acc[i] = static_cast<int32_t>(d[p * Tile::Piece::kSize + i]);
+    } else {
+      take(d, acc);
+    }
+    if (piece.m0 + piece.token >= args.output.m || piece.n0 + piece.channel >= args.output.n) continue;
+    Epilogue::finish(piece, args.epilogue, args.output, shared.vectors[turn], acc);
+    buffer ^= 1;
+  }
+  __syncwarp();
+  cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(turn));  // the staging may change
+}
+
+template <class Tile, class Epilogue>
+__device__ void consume_tiles(const KernelArgs& args, typename Tile::Shared& shared, const uint8_t* ring,
+                              uint8_t* staging, int turn, int thread) {
+  Ring<Tile::kStages> at;
+  at.advance(turn * args.k_blocks);
+  uint32_t phase = 0;
+  for (TileWalk tile(args, turn, Tile::kTurns); tile.valid(); tile.next()) {
+    uint32_t d[Tile::kSize];
+    // A barrier's phase tells two neighbouring uses of a stage apart, no more: so the other warpgroup, whose stages
+    // come before these, has to have seen all of them. The first tile of all waits for nobody.
+    shared.turn_over[1 - turn].wait(turn == 0 ? phase ^ 1 : phase);
+    multiply_tile<Tile>(args, shared, ring, at, turn, thread, d);
+    at.advance(Tile::kTurns * args.k_blocks);
+    shared.vectors_full[turn].wait(phase);
+    phase ^= 1;
+    finish_pieces<Tile, Epilogue>(args, tile, shared, staging, turn, thread, d);
+    shared.vectors_empty[turn].arrive();
+  }
+}
+
+template <class Tile, class Epilogue>
+__global__ void __launch_bounds__(Tile::kThreads, 1) gemm_pingpong(const __grid_constant__ KernelArgs args) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  auto& shared = *reinterpret_cast<typename Tile::Shared*>(memory);
+  uint8_t* ring = memory + Tile::kFixedBytes;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % 32;
+
+  if (thread == Tile::kProducer) {
+    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.w_map));
+    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.x_map));
+    for (int stage = 0; stage < Tile::kStages; ++stage) {
+      shared.full[stage].init(1);
+      shared.empty[stage].init(static_cast<uint32_t>(args.cluster));
+    }
+    for (int turn = 0; turn < Tile::kTurns; ++turn) {
+      shared.turn_over[turn].init(1);
+      shared.vectors_full[turn].init(32);
+      shared.vectors_empty[turn].init(128);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncwarp();
+  const auto meet = [&] {
+    if (args.cluster > 1) {
+      cute::cluster_sync();
+    } else {
+      __syncthreads();
+    }
+  };
+  meet();
+  if (thread >= Tile::kProducer) {
+    cutlass::arch::warpgroup_reg_dealloc<Tile::kOtherRegisters>();
+    if (thread == Tile::kProducer) produce_tiles<Tile>(args, shared, ring);
+    if (thread / 32 == Tile::kVectors / 32) read_vectors<Tile>(args, shared, lane);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();
+    const int turn = warpgroup_of(thread);
+    uint8_t* staging = ring + Tile::kStages * Tile::kStageBytes + turn * 2 * Tile::Piece::kStagingBytes;
+    consume_tiles<Tile, Epilogue>(args, shared, ring, staging, turn, thread % 128);
+  }
+  __syncwarp();
+  meet();  // a block may still hear from the other: it must not end first
+}
+
+}  // namespace octofuse::wgmma

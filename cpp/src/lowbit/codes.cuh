@@ -1,0 +1,168 @@
+// How the codes of a weight lie in its tiles, and the exact arithmetic of up to 4 tokens against one tile.
+//
+// A tile has 16 output channels (a row tile) by 128 columns (a k-block). mma.sync m16n8k32 multiplies it in 4 steps of
+// 32 columns: the codes are its 16 rows, as unsigned bytes (sparse12: signed); each token is two of its 8 columns, one
+// of the high and one of the low bytes of the token's integers. A quad's lane t then has both sums of token t for two
+// channels, and
+//   total = 2 * (256 * high + low) - twice_zero * (the sum of the token's integers)
+// is exact in int32 (510 * 128 * 32639 < 2^31). It stands for 2 * sum of (code - zero) * integer. So it is for planes,
+// whose zero is one half and whose scale is halved, and for sparse12 without the factor 2, since its codes are stored
+// as twice their value. What follows is fp32: the totals of all planes times their scales, and these times the token's
+// power of two and kFactor.
+//
+// Sums over K come in an order of K alone: slice i of 16 adds k-blocks i, i + 16, ... in turn, of each its groups, of
+// these its planes; four neighbouring slices are added in turn, then the four sums.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "lowbit/shape.h"
+#include "octofuse/lowbit.h"
+
+namespace octofuse::lowbit {
+
+constexpr int kSteps = 4;          // products of 32 columns in a k-block
+constexpr int kMostToken = 32639;  // 127 * 256 + 127: the largest sum of a high and a low byte
+
+// ---- codes ----
+
+// A kind of weight at compile time. kBits: of uniform codes; of planes, how many, 0: as Weight says at run time.
+template <LowbitFormat kFormat_, int kBits_>
+struct Codes {
+  static constexpr LowbitFormat kFormat = kFormat_;
+  static constexpr int kBits = kBits_;
+  static constexpr bool kPlanes = kFormat == LowbitFormat::kPlanes;
+  static constexpr bool kSparse = kFormat == LowbitFormat::kSparse12;
+  static constexpr int kWidth = width_of(kFormat, kBits);  // bits that a column takes in a tile (of a plane)
+  static constexpr int kCount = planes_of(kFormat, kBits);
+  static constexpr int kTwiceMiddle = kPlanes ? 1 : kBits == 8 ? 256 : (1 << kBits) - 1;  // without zero points
+  static constexpr int kWords = 2 * kWidth;                                               // of a lane and plane
+  static constexpr int kBytes = 256 * kWidth;                                             // of a plane of a tile
+};
+
+// Calls f(first word, offset in the tile, bytes) for each piece of a lane's words: 16 bytes at a time, and behind these
+// 8 bytes of a field of one bit.
+template <int kWidth, class F>
+__device__ inline void for_each_piece(int lane, F f) {
+#pragma unroll
+  for (int i = 0; i < kWidth / 2; ++i) f(i * 4, i * 512 + lane * 16, std::integral_constant<int, 16>());
+  if constexpr (kWidth % 2 == 1) f(kWidth / 2 * 4, kWidth / 2 * 512 + lane * 8, std::integral_constant<int, 8>());
+}
+
+template <int kWidth>
+__device__ inline void read_words(const char* tile, int lane, uint32_t (&words)[2 * kWidth]) {
+  for_each_piece<kWidth>(lane, [&](int first, int offset, auto bytes) {
+    if constexpr (bytes.value == 16) {
+      const uint4 v = *reinterpret_cast<const uint4*>(tile + offset);
+      words[first] = v.x;
+      words[first + 1] = v.y;
+      words[first + 2] = v.z;
+      words[first + 3] = v.w;
+    } else {
+      const uint2 v = *reinterpret_cast<const uint2*>(tile + offset);
+      words[first] = v.x;
+      words[first + 1] = v.y;
+    }
+  });
+}
+
+// Register r of a lane's 16: four codes, one in each byte. r is known at compile time.
+template <int kWidth>
+__device__ inline uint32_t codes_of(const uint32_t (&words)[2 * kWidth], int r) {
+  uint32_t codes = 0;
+  int first = 0;
+  int low = 0;
+#pragma unroll
+  for (int field = 8; field > 0; field /= 2) {
+    if ((kWidth & field) == 0) continue;
+    const int per_word = 8 / field;
+    const int step = r / 4;
+    const int half = r / 2 % 2;
+    const int at = field > 2 ? r : r % 2 * 8 + (field == 2 ? half * 4 + step : step * 2 + half);
+    const uint32_t word = words[first + at / per_word];
+    const int shift = at % per_word * field - low;
+    const uint32_t mask = 0x01010101U * (((1U << field) - 1U) << low);
+    codes |= (shift >= 0 ? word >> shift : word << -shift) & mask;
+    first += 2 * field;
+    low += field;
+  }
+  return codes;
+}
+
+// The first operand of a product of 32 columns: channels lane / 4 and lane / 4 + 8 over the first 16 columns, then over
+// the other 16. A register has columns 2 * t, 2 * t + 8, 2 * t + 1 and 2 * t + 9 of these (t: lane % 4).
+template <LowbitFormat kFormat, int kBits>
+__device__ inline void codes_of_step(const uint32_t (&words)[Codes<kFormat, kBits>::kWords], int step,
+                                     uint32_t (&a)[4]) {
+  if constexpr (Codes<kFormat, kBits>::kSparse) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const uint32_t pairs = words[step * 2 + row];
+      uint32_t odd;  // 0xFF where the high bit is set: the second column is kept
+      asm("prmt.b32 %0, %1, 0, 0xBA98;" : "=r"(odd) : "r"(pairs));
+      const uint32_t values = pairs << 1 & 0xFEFEFEFEU;  // twice the value, signed
+      const uint32_t evens = values & ~odd;
+      const uint32_t odds = values & odd;
+      a[row] = __byte_perm(evens, odds, 0x5410);
+      a[row + 2] = __byte_perm(evens, odds, 0x7632);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = codes_of<Codes<kFormat, kBits>::kWidth>(words, step * 4 + i);
+  }
+}
+
+// ---- groups ----
+
+// Which scales a k-block needs: those of its 2 or 4 groups, its segments, or of the one group that it lies in.
+struct Groups {
+  int segments;  // of a k-block: 4, 2 or 1
+  int log;       // k-blocks of a group, as a power of two; a row has fewer than 2^31
+
+  __host__ __device__ explicit Groups(int group) : segments(segments_of(group)), log(0) {
+    while (kBlockK << log < group) ++log;
+    if (group == 0) log = 31;
+  }
+  // The group of a k-block's segment.
+  __host__ __device__ int of(int k_block, int segment) const {
+    return static_cast<int>(static_cast<uint32_t>(k_block * segments + segment) >> log);
+  }
+};
+
+__device__ inline float half_of(uint16_t bits, DType type) {
+  return type == DType::kFloat16 ? __half2float(__ushort_as_half(bits))
+                                 : __uint_as_float(static_cast<uint32_t>(bits) << 16);
+}
+
+__device__ inline uint16_t half_bits(float value, DType type) {
+  return type == DType::kFloat16 ? __half_as_ushort(__float2half_rn(value))
+                                 : __bfloat16_as_ushort(__float2bfloat16_rn(value));
+}
+
+// What a scale is multiplied by beside the token's power of two (see above).
+template <LowbitFormat kFormat>
+constexpr float kFactor = kFormat == LowbitFormat::kPlanes ? 1.0F : 0.5F;
+
+// Adds a segment's products of one plane, of channels lane / 4 and lane / 4 + 8 and one token, times their scales, and
+// clears them.
+template <LowbitFormat kFormat>
+__device__ inline void add_products(int32_t (&c)[4], const float (&scale)[2], const int (&twice_zero)[2], int sum,
+                                    float (&y)[2]) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    int total = 0;
+    if constexpr (kFormat == LowbitFormat::kSparse12) {
+      total = c[row * 2] * 256 + c[row * 2 + 1];
+    } else {
+      total = c[row * 2] * 512 + (c[row * 2 + 1] * 2 - twice_zero[row] * sum);
+    }
+    y[row] = __fmaf_rn(static_cast<float>(total), scale[row], y[row]);
+    c[row * 2] = c[row * 2 + 1] = 0;
+  }
+}
+
+}  // namespace octofuse::lowbit

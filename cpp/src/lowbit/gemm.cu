@@ -1,0 +1,307 @@
+// More than 4 tokens against low-bit weights on sm_90a: out[tokens, channels] = x * w^T, where w is dequantised on its
+// way into the tensor cores. A block has 64, 128 or 192 channels and 32, 64 or 128 tokens (shape.h), and one SM for
+// itself.
+//
+//            global memory                        shared memory: a ring of stages            registers
+//   codes, scales, zero points  --TMA-->  | codes   [row tile][lane's words]      |  --->  words of one lane
+//                                         | scales  [group, plane][channel]       |  --->  dequantised to fp16 or bf16:
+//                                         | zeros   [group][channel]              |        wgmma's first operand, 64 x
+//                                         16
+//   tokens                      --TMA-->  | tokens  [2 halves][token][64 columns] |  --->  wgmma's second operand
+//                                                                                          sums: 64 channels x tokens,
+//                                                                                          fp32
+//
+// Who does what:
+//   4 producer warps     (gemm_producer.cuh) one lane each copies weights, tokens, or both, k-block by k-block,
+//   whenever a
+//                        consumer has given a stage back (an mbarrier `empty`, and `full` for the other way).
+//   consumer warpgroups  (gemm_consumer.cuh) 64 channels each. Each thread reads the codes of its own operand elements
+//   from
+//                        the stage, dequantises half a k-block into registers and starts wgmmas on it; meanwhile it
+//                        dequantises the other half. Where there are more warpgroups than the channels need they form
+//                        groups that share K, each with a ring of its own; where there are fewer than K has slices (the
+//                        sums of 128 tokens take too many registers) a group takes two slices, one after the other.
+//   then all consumers   leave their sums in the rings' place, [token][channel]. The groups' sums are added there, then
+//                        those of the blocks of a cluster, which share K too, and each block finishes some of the
+//                        tokens.
+//
+// How K is cut depends on N and K alone, and so does the order in which the slices are added: a token's bits do not
+// depend on the others.
+//
+// Measured on an H200 and left out: int8 products of both bytes of a token, as for few tokens (their sums have to be
+// scaled for every k-block: twice as long at 64 tokens); two blocks an SM.
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "device/launch.h"
+#include "lowbit/gemm_consumer.cuh"
+#include "lowbit/kernels.h"
+#include "lowbit/shape.h"
+#include "octofuse/device.h"
+
+namespace octofuse::lowbit {
+namespace {
+
+// ---- the end ----
+
+// A thread's sums to [token][channel] in shared memory.
+template <class Traits>
+__device__ void store_sums(const float (&sums)[Traits::kSums], float* outputs) {
+  const int thread = static_cast<int>(threadIdx.x) % Traits::kGroupThreads;
+#pragma unroll
+  for (int i = 0; i < Traits::kSums; ++i) {
+    const int token = i / 4 * 8 + thread % 4 * 2 + i % 2;
+    outputs[token * Traits::kPitch + thread / 32 * kTileRows + thread % 32 / 4 + i / 2 % 2 * 8] = sums[i];
+  }
+}
+
+// The sum of kCount numbers (but those from `count` on) as a tree: of neighbours, of neighbouring sums, and so on. So K
+// slices give the same bits in whichever groups and blocks they are.
+template <int kCount>
+__device__ inline float4 sum_of(float4 (&v)[kCount], int count) {
+#pragma unroll
+  for (int apart = 1; apart < kCount; apart *= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2 * apart) {
+      if (i + apart >= count) continue;
+      const float4& other = v[i + apart];
+      v[i] = make_float4(__fadd_rn(v[i].x, other.x), __fadd_rn(v[i].y, other.y), __fadd_rn(v[i].z, other.z),
+                         __fadd_rn(v[i].w, other.w));
+    }
+  }
+  return v[0];
+}
+
+// The outputs that a thread adds up and finishes: 4 channels of a token, then of every kStep-th one behind it.
+template <class Traits>
+struct OutputQuad {
+  static constexpr int kOfToken = Traits::kChannels / 4;
+  static constexpr int kStep = Traits::kConsumers / kOfToken;
+  int token, channel;
+
+  __device__ OutputQuad()
+      : token(static_cast<int>(threadIdx.x) / kOfToken), channel(static_cast<int>(threadIdx.x) % kOfToken * 4) {}
+  __device__ int at(int of_token) const { return of_token * Traits::kPitch + channel; }
+};
+
+// Adds the groups' sums, in the place of the first group's.
+template <class Traits>
+__device__ void add_groups(const GemmArgs& args, float* outputs) {
+  if constexpr (Traits::kGroups > 1) {
+    barrier_sync<kConsumerBarrier, Traits::kConsumers>();
+    OutputQuad<Traits> quad;
+#pragma unroll 1
+    for (int token = quad.token; token < min(Traits::kTokens, args.m); token += OutputQuad<Traits>::kStep) {
+      float4 v[Traits::kGroups];
+#pragma unroll
+      for (int i = 0; i < Traits::kGroups; ++i) {
+        v[i] = *reinterpret_cast<const float4*>(outputs + i * Traits::kOutputs + quad.at(token));
+      }
+      *reinterpret_cast<float4*>(outputs + quad.at(token)) = sum_of(v, Traits::kGroups);
+    }
+  }
+}
+
+__device__ inline float4 load_sums(uint32_t local, int block) {
+  const int4 bits = wgmma::load_from_block(local, static_cast<uint32_t>(block));
+  return make_float4(__int_as_float(bits.x), __int_as_float(bits.y), __int_as_float(bits.z), __int_as_float(bits.w));
+}
+
+// Every block of the cluster adds up and finishes every args.split-th token.
+template <class Traits>
+__device__ void finish(const GemmArgs& args, const float* outputs) {
+  const uint32_t local = cute::cast_smem_ptr_to_uint(outputs);
+  const int token0 = first_token<Traits>(args);
+  OutputQuad<Traits> quad;
+  const int n = static_cast<int>(blockIdx.x) * Traits::kChannels + quad.channel;
+  if (n >= args.n) return;
+#pragma unroll 1
+  for (int token = quad.token * args.split + static_cast<int>(blockIdx.y); token < min(Traits::kTokens, args.m);
+       token += OutputQuad<Traits>::kStep * args.split) {
+    const Addends<4> addends = args.epilogue.load<4>(token0 + token, n);
+    float4 v[kMostSplit];
+#pragma unroll
+    for (int block = 0; block < kMostSplit; ++block) {
+      if (block < args.split) v[block] = load_sums(local + quad.at(token) * 4, block);
+    }
+    const float4 sum = sum_of(v, args.split);
+    float y[4] = {sum.x, sum.y, sum.z, sum.w};
+    args.epilogue.store(y, addends, token0 + token, n);
+  }
+}
+
+// A consumer warpgroup's way: the sums of its group's K slices, which it leaves in shared memory and adds to the
+// others'.
+template <class Traits>
+__device__ void multiply_slices(const GemmArgs& args, char* ring, Barriers& barriers) {
+  constexpr int kWarpgroups = Traits::kGroupThreads / 128;
+  const int group = wgmma::warpgroup_of(static_cast<int>(threadIdx.x)) / kWarpgroups;
+  RingPosition at(group, args.layout.stages);
+  float sums[Traits::kSums];
+  float total[Traits::kSums];
+#pragma unroll 1
+  for (int i = 0; i < Traits::kSlicesOfGroup; ++i) {
+    const KRange<Traits> range(args, group, i, 1);
+    multiply_blocks<Traits>(args, range.end - range.first, ring, barriers, at, sums);
+#pragma unroll
+    for (int j = 0; j < Traits::kSums; ++j) total[j] = i == 0 ? sums[j] : __fadd_rn(total[j], sums[j]);
+  }
+  barrier_sync<kConsumerBarrier, Traits::kConsumers>();  // nobody reads the rings any more
+  store_sums<Traits>(total, reinterpret_cast<float*>(ring) + group * Traits::kOutputs);
+  add_groups<Traits>(args, reinterpret_cast<float*>(ring));
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_constant__ GemmArgs args) {
+  extern __shared__ __align__(1024) char memory[];
+  Barriers& barriers = *reinterpret_cast<Barriers*>(memory);
+  char* const ring = memory + kBarrierBytes;
+  const int thread = static_cast<int>(threadIdx.x);
+  // The compiler knows this condition to be the same for a warp, and keeps descriptors in uniform registers.
+  const bool is_producer = wgmma::warpgroup_of(thread) == Traits::kConsumers / 128;
+  const int warp = thread / 32 - Traits::kConsumers / 32;
+  // Of the four producer warps: with four groups each copies all of one, with fewer either its weights or its tokens.
+  const Producer<Traits> producer(args, barriers, ring, warp & (Traits::kGroups - 1));
+  const bool copies_weights = warp < Traits::kGroups;
+  const bool copies_tokens = Traits::kGroups == 4 || warp / Traits::kGroups == 1;
+  if (is_producer) {
+    if (thread % 32 == 0 && copies_weights) producer.init();
+    __syncwarp();
+    if constexpr (Traits::kGroups < 4) barrier_sync<kProducerBarrier, 128>();  // other warps copy the tokens
+    if (thread % 32 == 0) producer.start(copies_weights, copies_tokens);
+    __syncwarp();
+  }
+  __syncthreads();
+  launch_dependents();
+  // Registers move from producers to consumers where a consumer's sums need them. Once both have met again ptxas keeps
+  // to the fewer: so sums are written out before that.
+  if (is_producer) {
+    if constexpr (Traits::kTokens > 64) cutlass::arch::warpgroup_reg_dealloc<56>();
+    if (thread % 32 == 0 && (copies_weights || copies_tokens)) producer.run(copies_weights, copies_tokens);
+  } else {
+    if constexpr (Traits::kTokens > 64) cutlass::arch::warpgroup_reg_alloc<Traits::kConsumers == 256 ? 224 : 152>();
+    multiply_slices<Traits>(args, ring, barriers);
+    wait_for_predecessors();  // a K slice may be empty, and then nothing has waited for its tokens
+  }
+  __syncwarp();
+  // Every thread of the blocks that share K meets here, in one place of the code: the sums are where the others look.
+  if (args.split == 1) {
+    __syncthreads();
+  } else {
+    cute::cluster_arrive();
+    cute::cluster_wait();
+  }
+  if (!is_producer) finish<Traits>(args, reinterpret_cast<float*>(ring));
+  __syncwarp();
+  if (args.split > 1) {  // a block outlives the others' reads of its memory
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
+  }
+}
+
+// ---- launch ----
+
+// A kernel as the host sees it.
+struct GemmKernel {
+  const void* function;
+  DeviceFlags* raised;
+  int tokens, channels, threads, groups, slices;
+  int code_bytes;  // of a row tile and plane
+  uint32_t base;   // Dequantizer's
+};
+
+template <class Traits>
+GemmKernel kernel_of() {
+  static DeviceFlags raised;
+  return {reinterpret_cast<const void*>(gemm_kernel<Traits>),
+          &raised,
+          Traits::kTokens,
+          Traits::kChannels,
+          Traits::kThreads,
+          Traits::kGroups,
+          Traits::kSlices,
+          Traits::Code::kBytes,
+          Dequantizer<typename Traits::Code, Traits::kType>::kBase};
+}
+
+// Which widths have all kinds of blocks. The others do without the largest ones, to keep the library small.
+constexpr bool has_every_block(LowbitFormat format, int bits) {
+  const bool common = bits == 8 || (bits >= 2 && bits <= 4);
+  return format == LowbitFormat::kPlanes || (format == LowbitFormat::kUniform && common);
+}
+
+GemmKernel kernel_for(const LowbitArgs& args, const GemmShape& shape) {
+  GemmKernel kernel{};
+  with_format(args, [&](auto format) {
+    using Format = decltype(format);
+    constexpr auto kFormat = Format::kFormat;
+    constexpr int kBits = Format::kBits;
+    with_shape<has_every_block(kFormat, kBits)>(shape, [&](auto tokens, auto channels) {
+      kernel = args.type == DType::kFloat16
+                   ? kernel_of<GemmTraits<kFormat, kBits, DType::kFloat16, tokens.value, channels.value>>()
+                   : kernel_of<GemmTraits<kFormat, kBits, DType::kBFloat16, tokens.value, channels.value>>();
+    });
+  });
+  return kernel;
+}
+
+StageLayout layout_of(const GemmArgs& args, const GemmKernel& kernel) {
+  StageLayout layout{};
+  const int scales = args.groups.segments * kernel.channels;
+  layout.tile = kernel.code_bytes * args.planes;
+  layout.codes = kernel.tokens * kBlockK * 2;
+  layout.scales = layout.codes + kernel.channels / kTileRows * layout.tile;
+  layout.zeros = layout.scales + args.planes * scales * 2;
+  const int end = layout.zeros + (args.has_zeros ? scales : 0);
+  layout.stage = static_cast<int>(round_up(end, 1024));  // the swizzle's unit
+  // At least 2: a stage comes free when the next one is being multiplied.
+  layout.stages = std::min((kMostShared - kBarrierBytes) / layout.stage, kMostStages) / kernel.groups;
+  return layout;
+}
+
+void describe_operands(const LowbitArgs& given, const Weight& w, const GemmKernel& kernel, GemmArgs& args) {
+  const StageLayout& layout = args.layout;
+  args.x = tensor_map({given.x, given.m, given.k, given.ldx * 2, 2, args.tokens_read, kBlockK / kHalves, true});
+  const int64_t row_tiles = ceil_div(given.n, kTileRows);
+  const int64_t row_tile = int64_t{w.k_blocks} * layout.tile;  // bytes
+  args.codes =
+      tensor_map({w.packed, row_tiles, row_tile / 8, row_tile, 8, kernel.channels / kTileRows, layout.tile / 8, false});
+  const auto of_groups = [&](const void* data, int64_t rows, int bytes, int box_rows) {
+    const int64_t pitch = round_up(int64_t{bytes} * given.n, 16);  // of a single row it is never used
+    return tensor_map({data, rows, given.n, pitch, bytes, box_rows, kernel.channels, false});
+  };
+  const int64_t groups = w.last + 1;
+  args.scales = of_groups(w.scale, groups * w.planes, 2, w.groups.segments * w.planes);
+  if (args.has_zeros) args.zeros = of_groups(w.zero, groups, 1, w.groups.segments);
+}
+
+}  // namespace
+
+void run_gemm(const LowbitArgs& given, int device, cudaStream_t stream) {
+  const Weight w(given);
+  const GemmShape shape(given.m, given.n, w.k_blocks, has_every_block(given.format, given.bits));
+  const GemmKernel kernel = kernel_for(given, shape);
+  allow_shared_memory(kernel.function, kMostShared, device, *kernel.raised);
+  GemmArgs args{Epilogue(given), w.groups};
+  args.m = given.m;
+  args.n = given.n;
+  args.planes = w.planes;
+  args.split = shape.split;
+  args.slice_blocks = w.k_blocks / (shape.split * kernel.slices);
+  args.longer_slices = w.k_blocks % (shape.split * kernel.slices);
+  args.tokens_read = std::min(given.m, kernel.tokens);
+  args.base = kernel.base;
+  args.has_zeros = w.has_zeros != 0;
+  args.constant_weight = given.constant_weight;
+  args.chained = is_chained(stream, device);
+  args.layout = layout_of(args, kernel);
+  describe_operands(given, w, kernel, args);
+  const int outputs = kernel.tokens * pitch_of(kernel.channels) * 4;
+  const int shared = kBarrierBytes + kernel.groups * std::max(args.layout.stages * args.layout.stage, outputs);
+  const auto channels = static_cast<unsigned>(ceil_div(given.n, kernel.channels));
+  const auto tiles = static_cast<unsigned>(ceil_div(given.m, kernel.tokens));
+  const auto split = static_cast<unsigned>(shape.split);
+  launch_kernel("lowbit_gemm", kernel.function, dim3(channels, split, tiles),
+                dim3(static_cast<unsigned>(kernel.threads)), shared, dim3(1, split), args.chained, &args, stream);
+}
+
+}  // namespace octofuse::lowbit

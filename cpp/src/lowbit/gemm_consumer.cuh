@@ -1,0 +1,182 @@
+// The consumer warps of gemm.cu: they dequantise a k-block's codes in registers and multiply them by the tokens there.
+#pragma once
+
+#include "lowbit/gemm_producer.cuh"
+#include "lowbit/weights.cuh"
+
+namespace octofuse::lowbit {
+
+constexpr int kProducts = kSteps;  // of 16 columns, in half a k-block
+
+// ---- products ----
+
+// d[64, kTokens] += a[64, 16] * b[kTokens, 16]^T
+template <DType kType, int kTokens>
+struct Multiply;
+
+#define OCTOFUSE_MULTIPLY_AS(TYPE, NAME, N)                                                                    \
+  template <>                                                                                                  \
+  struct Multiply<TYPE, N> {                                                                                   \
+    template <size_t... i>                                                                                     \
+    __device__ static void call(const uint32_t* a, uint64_t b, float (&d)[N / 2], std::index_sequence<i...>) { \
+      using namespace cute::SM90::GMMA;                                                                        \
+      MMA_64x##N##x16_F32##NAME##NAME##_RS<Major::K, Major::K>::fma(a[0], a[1], a[2], a[3], b, d[i]...);       \
+    }                                                                                                          \
+    __device__ static void run(const uint32_t* a, uint64_t b, float (&d)[N / 2]) {                             \
+      call(a, b, d, std::make_index_sequence<N / 2>());                                                        \
+    }                                                                                                          \
+  }
+#define OCTOFUSE_MULTIPLY(N)                     \
+  OCTOFUSE_MULTIPLY_AS(DType::kFloat16, F16, N); \
+  OCTOFUSE_MULTIPLY_AS(DType::kBFloat16, BF16, N)
+OCTOFUSE_MULTIPLY(32);
+OCTOFUSE_MULTIPLY(64);
+OCTOFUSE_MULTIPLY(128);
+#undef OCTOFUSE_MULTIPLY
+#undef OCTOFUSE_MULTIPLY_AS
+
+// Makes the first operand of a warp's 16 channels: half a k-block at a time, which is 4 products of 16 columns.
+template <class Traits>
+class Operand {
+  using Code = typename Traits::Code;
+  const GemmArgs& args_;
+  int lane_;
+  int codes_, scales_, zeros_;  // offsets in a stage: of the warp's row tile, and of this lane's channels
+  uint32_t words_[Code::kPlanes ? 1 : Code::kWords];
+  Dequantizer<Code, Traits::kType> dequantizer_;
+
+ public:
+  __device__ explicit Operand(const GemmArgs& args)
+      : args_(args), lane_(static_cast<int>(threadIdx.x) % 32), dequantizer_(args.base, args.has_zeros) {
+    const int row_tile = static_cast<int>(threadIdx.x) % Traits::kGroupThreads / 32;
+    const int channel = row_tile * kTileRows + lane_ / 4;
+    codes_ = args.layout.codes + row_tile * args.layout.tile;
+    scales_ = args.layout.scales + channel * 2;
+    zeros_ = args.layout.zeros + channel;
+  }
+
+  __device__ void start(const char* stage) {
+    if constexpr (!Code::kPlanes) read_words<Code::kWidth>(stage + codes_, lane_, words_);
+  }
+
+  __device__ void make(const char* stage, int half, uint32_t (&a)[4 * kProducts]) {
+    if constexpr (Code::kPlanes) {
+      make_planes<true>(stage, half, args_.planes - 1, a);
+#pragma unroll 1
+      for (int plane = args_.planes - 2; plane >= 0; --plane) make_planes<false>(stage, half, plane, a);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int step = half * 2 + i;
+        if (step == 0 || args_.groups.segments > 1) set_scales(stage, step);
+        if constexpr (decltype(dequantizer_)::kNibbles) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) dequantizer_.of_nibbles(words_[step * 2 + j], a + i * 8 + j * 4);
+          continue;
+        }
+        uint32_t codes[4];
+        codes_of_step<Traits::kFormat, Code::kWidth>(words_, step, codes);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          uint32_t* const to = a + i * 8 + j / 2 * 4 + j % 2;
+          dequantizer_.weights(j % 2, codes[j], to[0], to[2]);
+        }
+      }
+    }
+  }
+
+ private:
+  // Which of the k-block's groups a step lies in.
+  __device__ int group_of(int step) const {
+    return static_cast<int>(static_cast<unsigned>(step * args_.groups.segments) / kSteps);
+  }
+
+  // Of channel lane / 4 (0) or lane / 4 + 8 (1).
+  __device__ uint16_t scale(const char* stage, int group, int plane, int channel) const {
+    const char* const first = stage + scales_ + (group * args_.planes + plane) * Traits::kChannels * 2;
+    return *reinterpret_cast<const uint16_t*>(first + channel * 16);
+  }
+
+  __device__ void set_scales(const char* stage, int step) {
+    const int group = step == 0 ? 0 : group_of(step);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      dequantizer_.set_scale(i, scale(stage, group, 0, i));
+      if (args_.has_zeros)
+        dequantizer_.set_zero(i, static_cast<uint8_t>(stage[zeros_ + group * Traits::kChannels + i * 8]));
+    }
+  }
+
+  template <bool kFirst>
+  __device__ void make_planes(const char* stage, int half, int plane, uint32_t (&a)[4 * kProducts]) const {
+    const char* const tile = stage + codes_ + plane * Code::kBytes;
+    const uint2 words = *reinterpret_cast<const uint2*>(tile + lane_ * 8);
+    uint32_t minus_alpha[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i == 0 || args_.groups.segments > 1) {
+        const int group = group_of(half * 2 + i);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) minus_alpha[j] = twice(scale(stage, group, plane, j)) ^ 0x80008000U;
+      }
+      add_plane<Traits::kType, kFirst>(words, half * 2 + i, minus_alpha, a + i * 8);
+    }
+  }
+};
+
+// Starts the products of half a k-block, which add to `sums`. tokens: the low half of the descriptor of the k-block's.
+template <class Traits>
+__device__ void multiply(uint32_t tokens, int half, uint32_t (&a)[4 * kProducts], float (&sums)[Traits::kSums]) {
+#pragma unroll
+  for (uint32_t& pair : a) cute::warpgroup_fence_operand(pair);  // all are there before the first product
+  cute::warpgroup_arrive();
+  tokens += half * (Traits::kTokenBytes / 16);
+#pragma unroll
+  for (int i = 0; i < kProducts; ++i) {
+    Multiply<Traits::kType, Traits::kTokens>::run(a + 4 * i, wgmma::descriptor_of(tokens + 2 * i), sums);
+  }
+  cute::warpgroup_commit_batch();
+}
+
+// The sums over `k_blocks` k-blocks. While the tensor cores multiply one half of a k-block the warp dequantises the
+// next: ptxas lets these overlap in this form of the loop alone, where the operand for the next turn is made at the end
+// of this one and nothing else touches the sums (C7513 to C7515 otherwise).
+template <class Traits>
+__device__ void multiply_blocks(const GemmArgs& args, int k_blocks, const char* ring, Barriers& barriers,
+                                RingPosition& at, float (&sums)[Traits::kSums]) {
+  Operand<Traits> operand(args);
+  uint32_t a[kHalves][4 * kProducts];
+#pragma unroll
+  for (float& sum : sums) sum = 0.0F;
+  if (k_blocks == 0) return;
+#pragma unroll
+  for (float& sum : sums) cute::warpgroup_fence_operand(sum);
+  const char* stage = ring + at.slot * args.layout.stage;
+  barriers.full[at.slot].wait(at.phase);
+  operand.start(stage);
+  operand.make(stage, 0, a[0]);
+  int last = -1;  // the slot before this one
+#pragma unroll 1
+  while (true) {
+    const uint32_t tokens = wgmma::low_descriptor(ring) + at.slot * (static_cast<uint32_t>(args.layout.stage) / 16);
+    multiply<Traits>(tokens, 0, a[0], sums);
+    cute::warpgroup_wait<1>();  // the k-block before this one is done
+    if (last >= 0) barriers.empty[last].arrive();
+    operand.make(stage, 1, a[1]);
+    multiply<Traits>(tokens, 1, a[1], sums);
+    last = at.slot;
+    at.next();
+    if (--k_blocks == 0) break;
+    stage = ring + at.slot * args.layout.stage;
+    barriers.full[at.slot].wait(at.phase);
+    operand.start(stage);
+    cute::warpgroup_wait<1>();
+    operand.make(stage, 0, a[0]);
+  }
+  cute::warpgroup_wait<0>();
+  if constexpr (Traits::kSlicesOfGroup > 1) barriers.empty[last].arrive();
+#pragma unroll
+  for (float& sum : sums) cute::warpgroup_fence_operand(sum);
+}
+
+}  // namespace octofuse::lowbit

@@ -1,0 +1,203 @@
+// What a block of gemm.cu works on, and its producer warps, which copy that into shared memory by TMA.
+#pragma once
+
+#include <algorithm>
+
+#include "device/chain.cuh"
+#include "device/tensor_map.h"
+#include "device/wgmma.cuh"
+#include "lowbit/epilogue.cuh"
+#include "lowbit/stage.cuh"
+
+namespace octofuse::lowbit {
+
+constexpr int kMostStages = 16;
+constexpr int kHalves = 2;              // of a k-block: 64 columns, a row of TMA's widest swizzle
+constexpr int kMostShared = 227 << 10;  // bytes of a block
+constexpr int kBarrierBytes = 1024;     // a multiple of the swizzle's unit
+
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+using EmptyBarrier = cutlass::arch::ClusterBarrier;
+
+// A stage of the ring holds a k-block: both halves of the tokens, codes, scales [group, plane][channel], zeros
+// [group][channel]. Offsets in bytes.
+struct StageLayout {
+  int tile;  // bytes of a row tile's codes
+  int codes, scales, zeros, stage;
+  int stages;  // of a consumer group's ring
+};
+
+struct GemmArgs {
+  Epilogue epilogue;
+  Groups groups;
+  int m, n, planes;
+  int split;                        // blocks that share K
+  int slice_blocks, longer_slices;  // k-blocks of a K slice; the first so many slices have one more
+  int tokens_read;                  // rows of x's box
+  uint32_t base;                    // Dequantizer's
+  bool has_zeros, constant_weight, chained;
+  StageLayout layout;
+  CUtensorMap codes, scales, zeros, x;
+};
+
+// Floats from token to token of a block's sums in shared memory.
+constexpr int pitch_of(int channels) { return channels + 4; }
+
+// A kernel at compile time. A block's consumer warpgroups form groups of as many as its channels need; the groups share
+// K. Sums of 128 tokens take the registers of twice the threads: a group then has two K slices, one after the other.
+template <LowbitFormat kFormat_, int kBits, DType kType_, int kTokens_, int kChannels_>
+struct GemmTraits {
+  static constexpr LowbitFormat kFormat = kFormat_;
+  static constexpr DType kType = kType_;
+  static constexpr int kTokens = kTokens_;
+  static constexpr int kChannels = kChannels_;
+  static constexpr int kRowTiles = kChannels / kTileRows;
+  using Code = Codes<kFormat, kBits>;
+  static constexpr int kSums = kTokens / 2;                                             // of a consumer thread
+  static constexpr int kSlices = kChannels == 64 ? 4 : kChannels == 128 ? 2 : 1;        // of K, in a block
+  static constexpr int kConsumers = kChannels == 192 ? 384 : kTokens > 64 ? 256 : 512;  // threads that multiply
+  static constexpr int kThreads = kConsumers + 128;
+  static constexpr int kGroupThreads = 2 * kChannels;
+  static constexpr int kGroups = kConsumers / kGroupThreads;
+  static constexpr int kSlicesOfGroup = kSlices / kGroups;
+  static constexpr int kTokenBytes = kTokens * kBlockK;  // of half a k-block
+  static constexpr int kPitch = pitch_of(kChannels);
+  static constexpr int kOutputs = kTokens * kPitch;  // floats of a group's sums
+};
+
+struct Barriers {
+  FullBarrier full[kMostStages];
+  EmptyBarrier empty[kMostStages];
+};
+
+// The first token of a block. The last block's tokens may be another's too, which writes the same bits: rows that do
+// not exist would cost the copy engine more than rows that do.
+template <class Traits>
+__device__ int first_token(const GemmArgs& args) {
+  return max(0, min(static_cast<int>(blockIdx.z) * Traits::kTokens, args.m - Traits::kTokens));
+}
+
+// The k-blocks of `count` neighbouring K slices of a group, from its slice `slice` on.
+template <class Traits>
+struct KRange {
+  int first, end;
+
+  __device__ KRange(const GemmArgs& args, int group, int slice, int count) {
+    const int at = static_cast<int>(blockIdx.y) * Traits::kSlices + group * Traits::kSlicesOfGroup + slice;
+    first = start_of(args, at);
+    end = start_of(args, at + count);
+  }
+
+ private:
+  __device__ static int start_of(const GemmArgs& args, int slice) {
+    return slice * args.slice_blocks + min(slice, args.longer_slices);
+  }
+};
+
+// A group's way through the stages of its ring.
+struct RingPosition {
+  int first, end, slot;
+  uint32_t phase = 0;
+
+  __device__ RingPosition(int group, int stages) : first(group * stages), end(first + stages), slot(first) {}
+
+  __device__ void next() {
+    slot = slot + 1 < end ? slot + 1 : first;
+    phase ^= slot == first ? 1U : 0U;
+  }
+};
+
+// One lane copies a group's weights, its tokens, or both: to issue the copies of a k-block takes about as long as to
+// multiply it, so several lanes of different warps share that work.
+template <class Traits>
+class Producer {
+  const GemmArgs& args_;
+  Barriers& barriers_;
+  char* ring_;
+  const KRange<Traits> range_;
+  int first_slot_, stages_, stage_, tile_, block_;
+  uint32_t bytes_;  // of a k-block
+
+ public:
+  __device__ Producer(const GemmArgs& args, Barriers& barriers, char* ring, int group)
+      : args_(args),
+        barriers_(barriers),
+        ring_(ring),
+        range_(args, group, 0, Traits::kSlicesOfGroup),
+        first_slot_(group * args.layout.stages),
+        stages_(args.layout.stages),
+        stage_(args.layout.stage),
+        tile_(args.layout.tile / 8),
+        block_(static_cast<int>(blockIdx.x)) {
+    const int scales = args.groups.segments * Traits::kChannels;
+    bytes_ = static_cast<uint32_t>(kHalves * args.tokens_read * kBlockK + Traits::kRowTiles * args.layout.tile +
+                                   args.planes * scales * 2 + (args.has_zeros ? scales : 0));
+  }
+
+  __device__ void init() const {
+#pragma unroll 1
+    for (int i = 0; i < stages_; ++i) {
+      barriers_.full[first_slot_ + i].init(1);
+      barriers_.empty[first_slot_ + i].init(Traits::kGroupThreads);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+
+  // Fills every stage once with what nothing in flight writes: before earlier kernels have ended, where the weights are
+  // promised to be constant. K-block by k-block, so that the first one can be multiplied while the others arrive.
+  __device__ void start(bool weights, bool tokens) const {
+    if (!args_.constant_weight) wait_for_predecessors();
+    int slot = first_slot_;
+#pragma unroll 1
+    for (int k_block = range_.first; k_block < ahead(); ++k_block, ++slot) {
+      if (weights) copy_weights(k_block, slot);
+      if (tokens && !args_.chained) copy_tokens(k_block, slot);
+    }
+  }
+
+  // The tokens of these stages in a chain, and then the other k-blocks, as stages come free.
+  __device__ void run(bool weights, bool tokens) const {
+    wait_for_predecessors();
+    int slot = first_slot_;
+    if (tokens && args_.chained) {
+#pragma unroll 1
+      for (int k_block = range_.first; k_block < ahead(); ++k_block) copy_tokens(k_block, slot++);
+    }
+    slot = first_slot_;
+    uint32_t phase = 0;  // of the round before
+#pragma unroll 1
+    for (int k_block = range_.first + stages_; k_block < range_.end; ++k_block) {
+      barriers_.empty[slot].wait(phase);
+      if (weights) copy_weights(k_block, slot);
+      if (tokens) copy_tokens(k_block, slot);
+      if (++slot < first_slot_ + stages_) continue;
+      slot = first_slot_;
+      phase ^= 1;
+    }
+  }
+
+ private:
+  __device__ int ahead() const { return min(range_.end, range_.first + stages_); }
+
+  __device__ void copy(const CUtensorMap& map, int slot, int offset, int column, int row) const {
+    constexpr auto kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+    cute::SM90_TMA_LOAD_2D::copy(&map, reinterpret_cast<uint64_t*>(&barriers_.full[slot]), kNormal,
+                                 ring_ + slot * stage_ + offset, column, row);
+  }
+
+  __device__ void copy_weights(int k_block, int slot) const {
+    barriers_.full[slot].arrive_and_expect_tx(bytes_);
+    copy(args_.codes, slot, args_.layout.codes, k_block * tile_, block_ * Traits::kRowTiles);
+    const int group = args_.groups.of(k_block, 0);
+    copy(args_.scales, slot, args_.layout.scales, block_ * Traits::kChannels, group * args_.planes);
+    if (args_.has_zeros) copy(args_.zeros, slot, args_.layout.zeros, block_ * Traits::kChannels, group);
+  }
+
+  __device__ void copy_tokens(int k_block, int slot) const {
+    const int token = first_token<Traits>(args_);
+    copy(args_.x, slot, 0, k_block * kBlockK, token);
+    copy(args_.x, slot, Traits::kTokenBytes, k_block * kBlockK + kBlockK / kHalves, token);
+  }
+};
+
+}  // namespace octofuse::lowbit

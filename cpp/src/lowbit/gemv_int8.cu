@@ -1,0 +1,211 @@
+// Up to 4 tokens against low-bit weights at the speed of their bytes, in products of int8: one block an SM, which works
+// through units of one or two row tiles.
+#include "device/mma.cuh"
+#include "lowbit/gemv.cuh"
+#include "lowbit/kernels.h"
+
+namespace octofuse::lowbit {
+namespace {
+
+constexpr int stages_in(int bytes, int stage) {
+  return bytes < 3 * stage ? 3 : bytes > 16 * stage ? 16 : bytes / stage;
+}
+
+// A kernel at compile time. kNorm: it normalises its tokens itself.
+template <LowbitFormat kFormat_, int kBits, int kGroups, int kRowTiles_, bool kNorm_ = false>
+struct Traits {
+  static constexpr LowbitFormat kFormat = kFormat_;
+  static constexpr int kRowTiles = kRowTiles_;
+  static constexpr bool kNorm = kNorm_;
+  using Code = Codes<kFormat, kBits>;
+  using Stage = lowbit::Stage<Code, kGroups, kRowTiles>;
+  static constexpr int kBytes = Stage::kBytes;
+  // Many bytes on their way keep memory busy while tokens are converted. Below 4 bits instructions bound the kernel,
+  // and a deeper ring was slower.
+  static constexpr int kDeep = stages_in((Stage::kTile < 1024 ? 112 : 160) << 10, kSlices* kBytes);
+};
+
+// The products of a k-block. x: this lane's 16 bytes of its token; scales_and_sums: of its token, one for each segment.
+template <class Traits>
+__device__ void multiply(const Weight& w, const char* x, const ScaleAndSum* scales_and_sums, int tokens, char* stage,
+                         int lane, float (&y)[Traits::kRowTiles][2]) {
+  using Stage = typename Traits::Stage;
+  using Code = typename Traits::Code;
+  constexpr int kRowTiles = Traits::kRowTiles;
+  const uint4 columns[2] = {*reinterpret_cast<const uint4*>(x),
+                            *reinterpret_cast<const uint4*>(x + Int8Operand::kHalf)};
+  const int segments = Stage::kGroups > 0 ? Stage::kGroups : w.groups.segments;
+  float of_block[kRowTiles][2] = {};
+#pragma unroll
+  for (int plane = 0; plane < Code::kCount; ++plane) {
+    uint32_t words[kRowTiles][Code::kWords];
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      read_words<Code::kWidth>(stage + (tile * Code::kCount + plane) * Code::kBytes, lane, words[tile]);
+    }
+    int32_t acc[kRowTiles][4] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint4& v = columns[step / 2];
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+        uint32_t a[4];
+        codes_of_step<Traits::kFormat, Code::kPlanes ? 1 : Code::kWidth>(words[tile], step, a);
+        mma_int8<Code::kSparse>(a, step % 2 == 0 ? v.x : v.z, step % 2 == 0 ? v.y : v.w, acc[tile]);
+      }
+      if ((step + 1) * segments % kSteps != 0) continue;
+      const int segment = step * segments / kSteps;
+      const int sum = scales_and_sums[segment * tokens].sum;
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+        float scale[2];
+        int twice_zero[2];
+        read_scales<Stage>(w.type, stage, segment, plane, tile, lane, scale);
+        read_zeros<Stage>(w, stage, segment, tile, lane, twice_zero);
+        add_products<Traits::kFormat>(acc[tile], scale, twice_zero, sum, of_block[tile]);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRowTiles * 2; ++i) {
+    y[i / 2][i % 2] = __fmaf_rn(of_block[i / 2][i % 2], scales_and_sums->scale, y[i / 2][i % 2]);
+  }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant__ GemvArgs args) {
+  extern __shared__ __align__(128) char memory[];
+  using Stage = typename Traits::Stage;
+  const int stages = args.stages;
+  constexpr int kChannels = Stage::kChannels;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int slice = this_warp();
+  const int row_tiles = args.row_tiles;
+  const int k_blocks = args.w.k_blocks;
+  const int tokens = 1 << args.log_tokens;
+  const int first = static_cast<int>(blockIdx.x) * Traits::kRowTiles;
+  const int next = static_cast<int>(gridDim.x) * Traits::kRowTiles;
+  char* const ring = memory + args.layout.ring + slice * stages * Stage::kBytes;
+  if (!args.constant_weight) wait_for_predecessors();
+  launch_dependents();
+  StageProducer<Stage> producer(args.w, lane);
+  producer.seek(slice < k_blocks ? first : row_tiles, slice);
+  const auto produce = [&](char* stage) {
+    if (producer.row_tile() < row_tiles) {
+      producer.copy(stage);
+      producer.advance(kSlices);
+      if (producer.k_block() >= k_blocks) producer.seek(producer.row_tile() + next, slice);
+    }
+    commit_copies();
+  };
+  const int segments = Stage::kGroups > 0 ? Stage::kGroups : args.w.groups.segments;
+  const Tokens<Int8Operand> x_tokens(args, args.log_tokens, segments, memory);
+  if (!args.chained) x_tokens.load();  // else they may not be there yet
+#pragma unroll 1
+  for (int i = 0; i < stages - 1; ++i) produce(ring + i * Stage::kBytes);
+  const int pitch = kChannels * tokens;  // floats of a slice's sums
+  prepare_tokens<Traits>(args, x_tokens, args.log_tokens, memory, kSlices * pitch, kFactor<Traits::kFormat>);
+  __syncthreads();
+  const int column = lane / 4 & (2 * tokens - 1);  // of x; a token's slots may be fewer than a product's columns
+  const char* const x =
+      memory + (slice * tokens + column / 2) * 2 * kBlockK + column % 2 * Int8Operand::kLow + lane % 4 * 16;
+  const auto* const scales_and_sums = reinterpret_cast<const ScaleAndSum*>(memory + args.layout.scales_and_sums) +
+                                      (lane % 4 & (tokens - 1)) + slice * segments * tokens;
+  const int x_step = kSlices * tokens * 2 * kBlockK;
+  const int scales_step = kSlices * segments * tokens;
+  char* stage = ring;
+  char* before = ring + (stages - 1) * Stage::kBytes;  // the one before it
+  int turn = 0;
+#pragma unroll 1
+  for (int row_tile = first; row_tile < row_tiles; row_tile += next) {
+    const ThreadOutput<kChannels> output(args, row_tile);
+    Addends<1> addends;
+    if (output.exists) addends = args.epilogue.load<1>(output.token, output.n);  // needed when the slices are summed
+    float y[Traits::kRowTiles][2] = {};
+    const char* columns = x;
+    const ScaleAndSum* of_columns = scales_and_sums;
+#pragma unroll 1
+    for (int k_block = slice; k_block < k_blocks; k_block += kSlices) {
+      wait_for_stages<Traits, 2>(stages);
+      __syncwarp();  // this stage has arrived, and the one before has been read
+      produce(before);
+      multiply<Traits>(args.w, columns, of_columns, tokens, stage, lane, y);
+      columns += x_step;
+      of_columns += scales_step;
+      before = stage;
+      stage = stage == ring + (stages - 1) * Stage::kBytes ? ring : stage + Stage::kBytes;
+    }
+    // Two sets in turn: a warp that is ahead writes the other one.
+    auto* const sums = reinterpret_cast<float*>(memory + args.layout.sums) + turn * kSlices * pitch;
+    if (lane % 4 < tokens) {
+      float* const mine = sums + slice * pitch + lane % 4 * kChannels + lane / 4;
+#pragma unroll
+      for (int i = 0; i < Traits::kRowTiles * 2; ++i) mine[i * 8] = y[i / 2][i % 2];
+    }
+    __syncthreads();
+    if (output.exists) {
+      const float* const of_slice = sums + static_cast<int>(threadIdx.x);
+      const float sum[1] = {sum_of_slices([&](int i) { return of_slice[i * pitch]; })};
+      args.epilogue.store(sum, addends, output.token, output.n);
+    }
+    turn ^= 1;
+  }
+}
+
+// ---- the kernel of a weight, as int8_gemv_shape() has it ----
+
+template <bool kNorm, LowbitFormat kFormat, int kBits, int kGroups>
+GemvKernel with_row_tiles(const GemvArgs& args) {
+  constexpr Int8GemvShape kShape = int8_gemv_shape(kFormat, kBits, kGroups, true);
+  static_assert(kShape.groups == kGroups);
+  if constexpr (kShape.may_take_two) {
+    using Two = Traits<kFormat, kBits, kGroups, 2, kNorm>;
+    const GemvKernel two = gemv_of<Two>(gemv_kernel<Two>);
+    if (!args.few_row_tiles && two.fits(args)) return two;
+  }
+  using One = Traits<kFormat, kBits, kGroups, kShape.row_tiles, kNorm>;
+  return gemv_of<One>(gemv_kernel<One>);
+}
+
+template <LowbitFormat kFormat, int kBits, int kGroups>
+GemvKernel with_norm(const GemvArgs& args) {
+  if (args.norm.kind != Norm::kNone) return with_row_tiles<true, kFormat, kBits, kGroups>(args);
+  return with_row_tiles<false, kFormat, kBits, kGroups>(args);
+}
+
+template <LowbitFormat kFormat, int kBits>
+GemvKernel with_groups(const GemvArgs& args) {
+  const int segments = args.w.groups.segments;
+  if constexpr (int8_gemv_shape(kFormat, kBits, 2, true).groups == 2) {
+    if (segments == 2 && args.w.wide) return with_norm<kFormat, kBits, 2>(args);
+    if (segments == 4 && args.w.wide) return with_norm<kFormat, kBits, 4>(args);
+  }
+  if constexpr (int8_gemv_shape(kFormat, kBits, 1, true).groups == 1) {
+    if (segments == 1 && args.w.wide) return with_norm<kFormat, kBits, 1>(args);
+  }
+  using Any = Traits<kFormat, kBits, 0, 1>;
+  return gemv_of<Any>(gemv_kernel<Any>);
+}
+
+template <LowbitFormat kFormat, int kBits>
+GemvKernel with_bits(int bits, const GemvArgs& args) {
+  if constexpr (kBits > 1) {
+    if (bits < kBits) return with_bits<kFormat, kBits - 1>(bits, args);
+  }
+  return with_groups<kFormat, kBits>(args);
+}
+
+GemvKernel kernel_for(const LowbitArgs& given, const GemvArgs& args) {
+  if (given.format == LowbitFormat::kUniform) return with_bits<LowbitFormat::kUniform, 8>(given.bits, args);
+  if (given.format == LowbitFormat::kPlanes) return with_bits<LowbitFormat::kPlanes, 8>(given.bits, args);
+  return with_groups<LowbitFormat::kSparse12, 8>(args);
+}
+
+}  // namespace
+
+void run_gemv_int8(const LowbitArgs& given, const NormArgs& norm, int device, cudaStream_t stream) {
+  const GemvArgs args(given, norm, is_chained(stream, device), device);
+  kernel_for(given, args).launch("lowbit_gemv_int8", args, device, stream);
+}
+
+}  // namespace octofuse::lowbit

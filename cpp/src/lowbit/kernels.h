@@ -1,0 +1,20 @@
+// The kernels behind lowbit_linear(); select.cpp says which of them takes a call.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "lowbit/norm.h"
+#include "octofuse/lowbit.h"
+
+namespace octofuse::lowbit {
+
+// One token against codes of up to 3 bits, and planes; the bits of gemv_int8.cu, sooner. norm: of the token, or none.
+void run_gemv_binary(const LowbitArgs& args, const NormArgs& norm, int device, cudaStream_t stream);
+
+// Up to 4 tokens.
+void run_gemv_int8(const LowbitArgs& args, const NormArgs& norm, int device, cudaStream_t stream);
+
+// sm_90a: any number of tokens, whose rows start at multiples of 16 bytes.
+void run_gemm(const LowbitArgs& args, int device, cudaStream_t stream);
+
+}  // namespace octofuse::lowbit

@@ -1,0 +1,158 @@
+// Which low-bit kernel takes a call. Pure host logic: it runs, and is tested, without a GPU.
+#include <algorithm>
+#include <array>
+
+#include "lowbit/shape.h"
+#include "octofuse/error.h"
+#include "octofuse/lowbit.h"
+
+namespace octofuse {
+namespace {
+
+// In the order in which "auto" asks them: the first that can serve and is worth it.
+constexpr std::array kEngines = {LowbitEngine::kGemvBinary, LowbitEngine::kGemvInt8, LowbitEngine::kGemm,
+                                 LowbitEngine::kDequantized};
+
+constexpr const char* kNoRoom = "a token and three stages of its weights do not fit into a block's shared memory";
+
+// Each engine states its own preconditions: nullptr means that it can serve.
+
+const char* why_not_gemv(const LowbitProblem& problem, const Capability& capability) {
+  if (problem.unserved != nullptr) return problem.unserved;
+  if (capability.compute_capability < 80) return "needs compute capability 8.0 (cp.async, mma.sync)";
+  if (!capability.kernels_mma) return "this build holds no mma.sync kernels for this device";
+  return nullptr;
+}
+
+const char* why_not_gemv_binary(const LowbitProblem& problem, const Capability& capability) {
+  if (const char* reason = why_not_gemv(problem, capability)) return reason;
+  if (problem.m > 1) return "it takes one token";
+  if (!lowbit::is_binary(problem.format, problem.bits)) return "it takes codes of up to 3 bits, or up to 4 planes";
+  if (problem.n % 16 != 0) return "N must be a multiple of 16";
+  if (!problem.aligned) return "scale and zero must start at multiples of 16 bytes";
+  return lowbit::least_binary_gemv(problem, capability.sm_count) <= capability.shared_memory ? nullptr : kNoRoom;
+}
+
+const char* why_not_gemv_int8(const LowbitProblem& problem, const Capability& capability) {
+  if (const char* reason = why_not_gemv(problem, capability)) return reason;
+  if (problem.m > 4) return "it takes up to 4 tokens";
+  return lowbit::least_int8_gemv(problem) <= capability.shared_memory ? nullptr : kNoRoom;
+}
+
+const char* why_not_gemm(const LowbitProblem& problem, const Capability& capability) {
+  if (problem.unserved != nullptr) return problem.unserved;
+  if (capability.compute_capability != 90) return "needs compute capability 9.0 (wgmma)";
+  if (!capability.kernels_sm90a) return "this build holds no sm_90a kernels";
+  if (!problem.aligned) return "scale and zero must start at multiples of 16 bytes";
+  // The rows of what TMA reads start at multiples of 16 bytes. A single row may have any length.
+  const bool one_row = problem.format != LowbitFormat::kPlanes || problem.bits == 1;
+  if (one_row && (problem.group == 0 || problem.group >= problem.k)) return nullptr;
+  if (problem.has_zeros) return problem.n % 16 == 0 ? nullptr : "with zero points of groups N must be a multiple of 16";
+  return problem.n % 8 == 0 ? nullptr : "with groups or planes N must be a multiple of 8";
+}
+
+const char* why_not(LowbitEngine engine, const LowbitProblem& problem, const Capability& capability) {
+  switch (engine) {
+    case LowbitEngine::kGemvBinary:
+      return why_not_gemv_binary(problem, capability);
+    case LowbitEngine::kGemvInt8:
+      return why_not_gemv_int8(problem, capability);
+    case LowbitEngine::kGemm:
+      return why_not_gemm(problem, capability);
+    case LowbitEngine::kDequantized:
+      return nullptr;
+  }
+  return "unknown";
+}
+
+// From more tokens on, a weight that is dequantised once and cuBLAS are faster (measured from 768 x 768 to 28672 x
+// 8192): to write it costs as many bytes again and again, but many tiles of tokens each dequantise their weights
+// themselves.
+int64_t most_tokens(const LowbitProblem& problem) {
+  if (lowbit::GemmShape::is_split_by_4(problem.n, lowbit::k_blocks_of(problem.k))) return 128;
+  const bool planes = problem.format == LowbitFormat::kPlanes;
+  const int64_t several = problem.n * problem.k >> (planes ? 18 : 17);
+  return std::clamp<int64_t>(several, 256, planes ? 512 : 1024);
+}
+
+// Why "auto" leaves out an engine that could serve.
+const char* why_slower(LowbitEngine engine, const LowbitProblem& problem) {
+  if (engine == LowbitEngine::kGemm && problem.m > most_tokens(problem)) {
+    return "slower: for so many tokens a weight that is dequantised once is faster";
+  }
+  return nullptr;
+}
+
+LowbitEngine best(const LowbitProblem& problem, const Capability& capability) {
+  for (const LowbitEngine engine : kEngines) {
+    if (why_not(engine, problem, capability) == nullptr && why_slower(engine, problem) == nullptr) return engine;
+  }
+  return LowbitEngine::kDequantized;
+}
+
+}  // namespace
+
+const char* name_of(LowbitEngine engine) {
+  switch (engine) {
+    case LowbitEngine::kGemvBinary:
+      return "gemv_binary";
+    case LowbitEngine::kGemvInt8:
+      return "gemv_int8";
+    case LowbitEngine::kGemm:
+      return "gemm";
+    case LowbitEngine::kDequantized:
+      return "dequantized";
+  }
+  return "unknown";
+}
+
+LowbitEngine select_lowbit(const LowbitProblem& problem, const Capability& capability, std::string_view engine) {
+  if (engine == "auto") return best(problem, capability);
+  const std::string quoted = "'" + std::string(engine) + "'";
+  std::string names = "'auto'";
+  for (const LowbitEngine one : kEngines) {
+    names += std::string(", '") + name_of(one) + "'";
+    if (engine != name_of(one)) continue;
+    const char* reason = why_not(one, problem, capability);
+    if (reason == nullptr) return one;
+    refuse<ValueError>("engine", "one that can serve this call", quoted + "; " + name_of(one) + ": " + reason);
+  }
+  refuse<ValueError>("engine", "one of " + names, quoted);
+}
+
+LowbitDecision explain_lowbit(const LowbitProblem& problem, const Capability& capability, std::string_view engine) {
+  LowbitDecision decision;
+  decision.chosen = select_lowbit(problem, capability, engine);
+  decision.why = engine != "auto" ? "asked for by name"
+                 : decision.chosen == LowbitEngine::kDequantized
+                     ? "the weight is written to memory for this call: no kernel "
+                       "reads the codes faster"
+                     : "the fastest of those that can serve";
+  for (const LowbitEngine other : kEngines) {
+    if (other == decision.chosen || engine != "auto") continue;
+    const char* reason = why_not(other, problem, capability);
+    if (reason == nullptr) reason = why_slower(other, problem);
+    decision.declined.emplace_back(name_of(other), reason != nullptr ? reason : "slower");
+  }
+  return decision;
+}
+
+LowbitProblem problem_of(const LowbitArgs& args) {
+  const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
+  LowbitProblem problem;
+  problem.format = args.format;
+  problem.bits = args.bits;
+  problem.type = args.type;
+  problem.m = args.m;
+  problem.n = args.n;
+  problem.k = args.k;
+  problem.group = args.group;
+  problem.x_is_int8 = args.x_is_int8;
+  problem.has_zeros = args.zero != nullptr;
+  problem.aligned = aligned(args.scale) && aligned(args.zero);
+  if (!aligned(args.packed)) problem.unserved = "packed must start at a multiple of 16 bytes";
+  if (!takes_group(args.group)) problem.unserved = "kernels take groups of 32, 64 and 128 times a power of two";
+  return problem;
+}
+
+}  // namespace octofuse

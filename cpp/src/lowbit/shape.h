@@ -1,0 +1,164 @@
+// How the low-bit kernels cut their work, and what of it fits where. Pure: selection and launches both ask here.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "device/align.h"
+#include "octofuse/lowbit.h"
+
+namespace octofuse::lowbit {
+
+constexpr int kTileRows = 16;  // output channels of a row tile
+constexpr int kBlockK = 128;   // columns of a k-block
+constexpr int kSlices = 16;    // K slices of the gemv kernels, one a warp: slice i has k-blocks i, i + 16, ...
+
+constexpr int k_blocks_of(int64_t k) { return static_cast<int>(ceil_div(k, kBlockK)); }
+
+// Scales that a row has in a k-block: those of its 2 or 4 groups, or of the one group that it lies in.
+constexpr int segments_of(int64_t group) { return group == 32 || group == 64 ? static_cast<int>(kBlockK / group) : 1; }
+
+// Bits that a column takes in a tile (of a plane), and the planes.
+constexpr int width_of(LowbitFormat format, int bits) {
+  return format == LowbitFormat::kPlanes ? 1 : format == LowbitFormat::kSparse12 ? 4 : bits;
+}
+constexpr int planes_of(LowbitFormat format, int bits) { return format == LowbitFormat::kPlanes ? bits : 1; }
+
+// Bytes of a k-block's codes, scales and zero points for some row tiles. A stage starts at a multiple of 128 bytes:
+// with lines of memory copied across lines of shared memory, 8 bits at 12288 squared took 41 us instead of 36.
+constexpr int stage_bytes(LowbitFormat format, int bits, int segments, int row_tiles) {
+  const int planes = planes_of(format, bits);
+  const int rows = row_tiles * kTileRows;
+  const int codes = 256 * width_of(format, bits) * planes * row_tiles;
+  const int zeros = format == LowbitFormat::kUniform ? segments * rows : 0;
+  return static_cast<int>(round_up(codes + segments * planes * rows * 2 + zeros, 128));
+}
+
+// Shared memory of a gemv block: tokens; the scale and sum of each in every segment; two sets of the slices' sums;
+// rings.
+struct SharedLayout {
+  int scales_and_sums = 0, sums = 0, ring = 0;  // offsets
+  int bytes = 0;
+
+  // tokens: slots for them. stages: of a warp.
+  constexpr SharedLayout() = default;
+  constexpr SharedLayout(int k_blocks, int segments, int tokens, int row_tiles, int stages, int stage) {
+    scales_and_sums = k_blocks * tokens * 2 * kBlockK;
+    sums = static_cast<int>(round_up(scales_and_sums + k_blocks * segments * tokens * 8, 16));
+    ring = static_cast<int>(round_up(sums + 2 * kSlices * row_tiles * kTileRows * tokens * 4, 128));
+    bytes = ring + kSlices * stages * stage;
+  }
+};
+
+// Slots for tokens, as a power of two: 1, 2 or 4.
+constexpr int log_slots(int64_t m) { return m > 2 ? 2 : m == 2 ? 1 : 0; }
+
+constexpr int kShallowStages = 3;  // of a warp's ring, where there is no room for more
+
+// The kernel of gemv_int8.cu for a weight. groups: of a k-block, whose rows of scales are copied 16 bytes at a time; 0
+// serves all others. row_tiles: that a block takes together; may_take_two: or two, where there are many and both fit.
+struct Int8GemvShape {
+  int groups, row_tiles;
+  bool may_take_two;
+};
+
+// wide: rows of scales can be copied 16 bytes at a time. Two row tiles share what is done once for a k-block; codes of
+// more bits have more of their own to do. Narrow codes come here for more than one token, or where rows of scales are
+// not aligned: one kernel has to do.
+constexpr Int8GemvShape int8_gemv_shape(LowbitFormat format, int bits, int segments, bool wide) {
+  const bool is_uniform = format == LowbitFormat::kUniform;
+  const bool several = is_uniform && (bits == 4 || bits == 8);
+  const bool one = format == LowbitFormat::kSparse12 || bits != 7;
+  if (!wide || (segments > 1 && !several) || (segments == 1 && !one)) return {0, 1, false};
+  const int tile = 256 * width_of(format, bits) * planes_of(format, bits);
+  if (tile < 1024 || (tile == 1024 && segments == 4)) return {segments, 2, false};
+  return {segments, 1, tile == 1024 || (is_uniform && bits == 8 && segments < 4)};
+}
+
+// Codes that gemv_binary.cu takes, and its kernel for them. blocks_of_stage: k-blocks that a stage of its rings holds.
+constexpr bool is_binary(LowbitFormat format, int bits) {
+  return (format == LowbitFormat::kPlanes && bits <= 4) || (format == LowbitFormat::kUniform && bits <= 3);
+}
+constexpr int binary_row_tiles(int segments, bool few_row_tiles) { return segments < 4 && few_row_tiles ? 1 : 2; }
+constexpr int k_blocks_of_binary_stage(int stage_bytes) { return stage_bytes <= 640 ? 2 : 1; }
+
+// What a block of a gemv kernel needs at least, in bytes of shared memory.
+constexpr int least_int8_gemv(const LowbitProblem& problem) {
+  const int segments = segments_of(problem.group);
+  const bool wide = problem.n % 16 == 0 && problem.aligned;
+  const Int8GemvShape shape = int8_gemv_shape(problem.format, problem.bits, segments, wide);
+  const int stage = stage_bytes(problem.format, problem.bits, shape.groups == 0 ? 4 : shape.groups, shape.row_tiles);
+  return SharedLayout(k_blocks_of(problem.k), segments, 1 << log_slots(problem.m), shape.row_tiles, kShallowStages,
+                      stage)
+      .bytes;
+}
+constexpr int least_binary_gemv(const LowbitProblem& problem, int sm_count) {
+  const int segments = segments_of(problem.group);
+  const int row_tiles = binary_row_tiles(segments, ceil_div(problem.n, kTileRows) <= sm_count);
+  const int block = stage_bytes(problem.format, problem.bits, segments, row_tiles);
+  const int stage = block * k_blocks_of_binary_stage(block);
+  return SharedLayout(k_blocks_of(problem.k), segments, 1, row_tiles, kShallowStages, stage).bytes;
+}
+
+// ---- gemm.cu ----
+
+constexpr int kMostSplit = 4;          // blocks of a cluster
+constexpr int kFewChannels = 64 * 66;  // so that blocks of 64, two of which share K, fit an SM each
+
+// A block has so many tokens and output channels; so many blocks share K, a cluster. K has 4 slices a block of 64
+// channels, 2 of 128 and 1 of 192: how many there are in all depends on N and K alone, and so do a token's bits. Sizes
+// are those of an H200, 132 SMs with room for 66 clusters of 2 or 30 of 4, whatever the GPU: the same bits on all.
+struct GemmShape {
+  int tokens = 32, channels = 64, split = 1;
+
+  // every: all kinds of blocks are there, else those of up to 64 tokens and 64 or 128 channels.
+  GemmShape(int m, int n, int k_blocks, bool every) {
+    if (is_split_by_4(n, k_blocks)) {
+      split = 4;
+    } else if (n <= kFewChannels) {
+      split = k_blocks >= 8 ? 2 : 1;
+    } else if (n <= 2 * kFewChannels) {  // 4 slices; with more channels in a block tokens are read less often
+      const bool by_192 = every && n <= kClusters[4] * 192;
+      if (m > 32) channels = by_192 ? 192 : 128;
+      if (m > 32) split = by_192 ? 4 : 2;
+    } else {  // 2 slices
+      const bool by_192 = every && rounds(n, 192, 2) * 192 < rounds(n, 128, 1) * 128 * 2;
+      channels = by_192 ? 192 : 128;
+      split = by_192 ? 2 : 1;
+    }
+    // Few tokens in each of many blocks where SMs have room for these at once.
+    while (tokens < std::min(m, every ? 128 : 64) &&
+           blocks_of(n, channels) * ((m + tokens - 1) / tokens) > kClusters[split]) {
+      tokens *= 2;
+    }
+  }
+
+  static constexpr bool is_split_by_4(int64_t n, int k_blocks) { return n <= kClusters[4] * 64 && k_blocks >= 16; }
+
+ private:
+  static constexpr int kClusters[kMostSplit + 1] = {0, 132, 66, 39, 30};  // at once, of so many blocks
+
+  static int blocks_of(int n, int channels) { return (n + channels - 1) / channels; }
+  static int rounds(int n, int channels, int split) {
+    return (blocks_of(n, channels) + kClusters[split] - 1) / kClusters[split];
+  }
+};
+
+// f(tokens, channels), integral constants.
+template <bool kEvery, class F>
+void with_shape(const GemmShape& shape, F f) {
+  const auto with_channels = [&](auto tokens) {
+    if (shape.channels == 64) return f(tokens, std::integral_constant<int, 64>());
+    if constexpr (kEvery) {
+      if (shape.channels == 192) return f(tokens, std::integral_constant<int, 192>());
+    }
+    f(tokens, std::integral_constant<int, 128>());
+  };
+  if (shape.tokens == 32) return with_channels(std::integral_constant<int, 32>());
+  if constexpr (kEvery) {
+    if (shape.tokens == 128) return with_channels(std::integral_constant<int, 128>());
+  }
+  with_channels(std::integral_constant<int, 64>());
+}
+
+}  // namespace octofuse::lowbit

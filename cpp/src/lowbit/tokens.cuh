@@ -1,0 +1,162 @@
+// How a warp converts a token's 128 values of a k-block to integers of 16 bits, and how these lie in shared memory as
+// both gemv kernels want them: as bytes for products of int8 (gemv_int8.cu), or as bits for binary ones
+// (gemv_binary.cu).
+#pragma once
+
+#include "device/ptx.cuh"
+#include "lowbit/codes.cuh"
+
+namespace octofuse::lowbit {
+
+// What the products of a segment need to know of a token's integers beside these.
+struct ScaleAndSum {
+  float scale;  // the power of two that they are to be multiplied by; NaN if a value of the k-block is NaN or infinite
+  int sum;      // of those in the segment
+};
+
+// Which columns of a k-block a lane converts: 2 t, 2 t + 8, 2 t + 1 and 2 t + 9 of 16, as a register of codes has them.
+struct Columns {
+  int t, step, half;
+
+  __device__ explicit Columns(int lane) : t(lane % 4), step(lane / 4 % 4), half(lane / 16) {}
+
+  __device__ void load(const char* block, DType type, float (&v)[4]) const {
+    const auto* const pairs = reinterpret_cast<const uint32_t*>(block) + step * 16 + half * 8 + t;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const uint32_t pair = pairs[j * 4];
+      v[j] = half_of(static_cast<uint16_t>(pair), type);
+      v[2 + j] = half_of(static_cast<uint16_t>(pair >> 16), type);
+    }
+  }
+
+  // int8, byte i of four.
+  __device__ uint32_t load_int8(const char* block) const {
+    const auto* const pairs = reinterpret_cast<const uint16_t*>(block) + step * 16 + half * 8 + t;
+    return __byte_perm(pairs[0], pairs[4], 0x5140);
+  }
+};
+
+// A lane's four values of a k-block as integers, 256 * high + low.
+struct Integers {
+  uint32_t high, low;  // a byte each
+  float scale;         // the value that the integer 1 stands for
+  int sum;
+
+  // A warp converts kItems k-blocks at once: the steps of one hide the latencies of the others.
+  template <int kItems>
+  __device__ static void make(const float (&v)[kItems][4], Integers (&of)[kItems]) {
+    uint32_t largest[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      float most = 0.0F;
+#pragma unroll
+      for (const float value : v[i]) asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(fabsf(value)));
+      largest[i] = __float_as_uint(most);  // as integers they keep their order, and NaN is above all
+    }
+#pragma unroll
+    for (uint32_t& value : largest) value = __reduce_max_sync(kFullWarp, value);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) of[i] = Integers(v[i], largest[i]);
+  }
+
+  Integers() = default;
+
+  // Of values that are int8 already: their own low bytes.
+  __device__ explicit Integers(uint32_t bytes)
+      : high(0), low(bytes), scale(1.0F), sum(__dp4a(static_cast<int>(bytes), 0x01010101, 0)) {}
+
+ private:
+  __device__ Integers(const float (&v)[4], uint32_t largest) {
+    // The largest value is below 2^(exponent - 126), so 2^(141 - exponent) makes it less than 2^15. In one case of 128
+    // that is more than kMostToken, and the next smaller power is taken.
+    const bool finite = largest < 0x7F800000U;
+    const uint32_t exponent = finite ? max(largest >> 23, 16U) : 16U;
+    uint32_t power = (268U - exponent) << 23;
+    uint32_t inverse = (exponent - 14U) << 23;
+    if (__uint_as_float(largest) * __uint_as_float(power) > static_cast<float>(kMostToken)) {
+      power -= 1U << 23;
+      inverse += 1U << 23;
+    }
+    scale = finite ? __uint_as_float(inverse) : __int_as_float(0x7FC00000);
+    // Added to a product it leaves the integer, rounded, in the low bits of the sum. The 128 beside it make the second
+    // byte the high one although low bytes are signed.
+    constexpr float kMagic = 12582912.0F + 128.0F;
+    uint32_t raw[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) raw[j] = __float_as_uint(__fmaf_rn(v[j], __uint_as_float(power), kMagic));
+    const uint32_t first = __byte_perm(raw[0], raw[1], 0x5140);  // low, low, high, high
+    const uint32_t second = __byte_perm(raw[2], raw[3], 0x5140);
+    low = __byte_perm(first, second, 0x5410) ^ 0x80808080U;
+    high = __byte_perm(first, second, 0x7632);
+    if (!finite) low = high = 0;
+    sum = 256 * __dp4a(static_cast<int>(high), 0x01010101, 0) + __dp4a(static_cast<int>(low), 0x01010101, 0);
+  }
+};
+
+// ---- bytes ----
+
+// A token's k-block in 256 bytes, as a quad's lanes read it, 16 bytes for two steps: the high bytes of steps 0 and 1,
+// then their low bytes, then those of steps 2 and 3.
+struct Int8Operand {
+  static constexpr int kLow = 64;
+  static constexpr int kHalf = 128;  // of the steps
+
+  // to: null for a k-block that does not exist, and then for all behind it.
+  template <int kItems>
+  __device__ static void store(const Integers (&of)[kItems], char* const (&to)[kItems], const Columns& at) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (to[i] == nullptr) break;
+      char* const bytes = to[i] + at.step / 2 * kHalf + (at.t * 2 + at.step % 2) * 8 + at.half * 4;
+      *reinterpret_cast<uint32_t*>(bytes) = of[i].high;
+      *reinterpret_cast<uint32_t*>(bytes + kLow) = of[i].low;
+    }
+  }
+};
+
+// ---- bits ----
+
+// Bit i of a token's 128 integers is a column of a binary product: lane 4 * g + t has bits g, then bits 8 + g, of the
+// 32 columns that lane t of a quad has in codes of one bit, in their order.
+class BinaryOperand {
+  // Lanes that are `apart` exchange fields of kWidth bits: the first of the two keeps its even fields and gets the
+  // other's as its odd ones.
+  template <int kWidth, int kWords>
+  __device__ static void exchange(uint32_t (&words)[kWords], int apart, bool second) {
+    constexpr uint32_t kOdd = kWidth == 4 ? 0xF0F0F0F0U : kWidth == 2 ? 0xCCCCCCCCU : 0xAAAAAAAAU;
+    const uint32_t mine = second ? kOdd : ~kOdd;
+    const int by = second ? 32 - kWidth : kWidth;
+    uint32_t others[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) others[i] = __shfl_xor_sync(kFullWarp, words[i], apart);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = (words[i] & mine) | (__funnelshift_l(others[i], others[i], by) & ~mine);
+    }
+  }
+
+ public:
+  // Of the 8 bits of its bytes lane (step, half) ends up with bit 2 * step + half of all lanes' bytes: bit i of the
+  // result comes from the lane whose step and half of 16 columns i stands for.
+  template <int kItems>
+  __device__ static void store(const Integers (&of)[kItems], char* const (&to)[kItems], const Columns& at) {
+    uint32_t words[2 * kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      words[2 * i] = of[i].low;
+      words[2 * i + 1] = of[i].high;
+    }
+    exchange<4>(words, 8, at.step >= 2);
+    exchange<2>(words, 4, at.step % 2 == 1);
+    exchange<1>(words, 16, at.half == 1);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (to[i] == nullptr) break;
+      auto* const lanes = reinterpret_cast<uint2*>(to[i]);
+      lanes[(at.step * 2 + at.half) * 4 + at.t] = make_uint2(words[2 * i], words[2 * i + 1]);
+    }
+  }
+};
+
+}  // namespace octofuse::lowbit

@@ -1,0 +1,158 @@
+// From codes in registers to the first operand of fp16 and bf16 tensor-core products: each weight is scale * (code -
+// zero), rounded once, as if it had been dequantised to memory. Planes add up from the last one to the first, with a
+// rounding after each.
+#pragma once
+
+#include "lowbit/codes.cuh"
+
+namespace octofuse::lowbit {
+
+// ---- two numbers of 16 bits in a register; a separate rounding each, so the compiler fuses none of them ----
+
+#define OCTOFUSE_PAIRWISE(NAME, OP)                                \
+  template <DType kType>                                           \
+  __device__ inline uint32_t NAME(uint32_t a, uint32_t b) {        \
+    uint32_t d;                                                    \
+    if constexpr (kType == DType::kFloat16) {                      \
+      asm(OP ".rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));  \
+    } else {                                                       \
+      asm(OP ".rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); \
+    }                                                              \
+    return d;                                                      \
+  }
+OCTOFUSE_PAIRWISE(add_pairs, "add")
+OCTOFUSE_PAIRWISE(subtract_pairs, "sub")
+OCTOFUSE_PAIRWISE(multiply_pairs, "mul")
+#undef OCTOFUSE_PAIRWISE
+
+template <DType kType>
+__device__ inline uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  if constexpr (kType == DType::kFloat16) {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  }
+  return d;
+}
+
+__device__ constexpr uint32_t twice(uint16_t bits) { return bits * 0x10001U; }
+
+template <DType kType>
+__device__ inline uint32_t pair_of(float value) {
+  return twice(half_bits(value, kType));
+}
+
+// ---- uniform codes and sparse12 ----
+
+// Turns the codes of a lane's two channels, lane / 4 (0) and lane / 4 + 8 (1), into weights. A code joined to the bits
+// of the number 1024 (bf16: 128) is that number plus the code, so that one subtraction gives code - zero, exactly. bf16
+// has no room for 8 bits beside its 128: there codes go through fp16, which is exact as well, and fp32.
+template <class Code, DType kType>
+class Dequantizer {
+  static constexpr bool kThroughFp32 = kType == DType::kBFloat16 && (Code::kWidth == 8 || Code::kSparse);
+  static constexpr DType kIntegers = kThroughFp32 ? DType::kFloat16 : kType;
+  static constexpr bool kIsHalf = kIntegers == DType::kFloat16;
+  static constexpr int kMiddle =
+      Code::kSparse ? 128 : (Code::kTwiceMiddle + 1) / 2;                          // sparse: 128 more than twice them
+  static constexpr bool kHasHalf = !Code::kSparse && Code::kTwiceMiddle % 2 == 1;  // the middle is half below that
+  uint32_t base_, addend_factor_ = 0;
+  uint32_t offset_[2], zero_[2], scale_[2], addend_[2];
+
+ public:
+  static constexpr uint32_t kBase = kIsHalf ? 0x64006400U : 0x43004300U;
+  // Codes of 4 bits are joined where they lie: those of channel 1 are 16 times too large, and an fma undoes that.
+  static constexpr bool kNibbles = kType == DType::kFloat16 && Code::kWidth == 4 && !Code::kSparse;
+
+  // base: kBase, which the compiler must not know. Then it stays in a register, and instructions that have room for one
+  // literal are not split in two. Without zero points the middle of the codes is subtracted.
+  __device__ Dequantizer(uint32_t base, bool has_zeros) : base_(base) {
+    if (kHasHalf && !has_zeros) addend_factor_ = pair_of<kType>(0.5F);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      offset_[i] = first_offset(i) + twice(kMiddle * factor(i));
+      zero_[i] = 0;
+    }
+  }
+
+  __device__ void set_zero(int channel, uint8_t zero) {
+    if constexpr (kIsHalf) {
+      offset_[channel] = (factor(channel) == 1 ? base_ : first_offset(channel)) + twice(zero * factor(channel));
+    } else {  // 128 + zero may need 9 bits
+      offset_[channel] = kBase;
+      zero_[channel] = pair_of<kType>(zero);
+    }
+  }
+
+  __device__ void set_scale(int channel, uint16_t scale) {
+    if constexpr (kThroughFp32) {
+      scale_[channel] = __float_as_uint(half_of(scale, kType) * (Code::kSparse ? 0.5F : 1.0F));
+    } else {
+      scale_[channel] = twice(scale);
+      if constexpr (Code::kSparse) scale_[channel] = multiply_pairs<kType>(scale_[channel], pair_of<kType>(0.5F));
+      addend_[channel] = kHasHalf ? multiply_pairs<kType>(scale_[channel], addend_factor_) : 0;
+    }
+  }
+
+  // Channel 0 has the low nibbles of a word, channel 1 the high ones; those of bytes 0 and 2 become a[channel], those
+  // of bytes 1 and 3 a[channel + 2].
+  __device__ void of_nibbles(uint32_t word, uint32_t* a) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t shifted = i == 0 ? word : word >> 8;
+      a[2 * i] = scaled(0, subtract_pairs<kType>((shifted & 0x000F000FU) | base_, offset_[0]));
+      a[2 * i + 1] = scaled(1, fma_pairs<kType>((shifted & 0x00F000F0U) | base_, 0x2C002C00U, offset_[1]));
+    }
+  }
+
+  // The weights of bytes 0 and 2, and those of bytes 1 and 3.
+  __device__ void weights(int channel, uint32_t codes, uint32_t& even, uint32_t& odd) const {
+    if constexpr (Code::kSparse) codes ^= 0x80808080U;
+    even = weight(channel, __byte_perm(codes, base_, 0x7270));
+    odd = weight(channel, __byte_perm(codes, base_, 0x7371));
+  }
+
+ private:
+  // By how much a joined code is too large, and the offset that stands for the code 0.
+  static constexpr int factor(int channel) { return kNibbles && channel == 1 ? 16 : 1; }
+  static constexpr uint32_t first_offset(int channel) { return factor(channel) == 1 ? kBase : 0xD400D400U; }
+
+  __device__ uint32_t scaled(int channel, uint32_t level) const {
+    return kHasHalf ? fma_pairs<kType>(level, scale_[channel], addend_[channel])
+                    : multiply_pairs<kType>(level, scale_[channel]);
+  }
+
+  __device__ uint32_t weight(int channel, uint32_t joined) const {
+    uint32_t level = subtract_pairs<kIntegers>(joined, offset_[channel]);
+    if constexpr (!kIsHalf) level = subtract_pairs<kIntegers>(level, zero_[channel]);
+    if constexpr (kThroughFp32) {
+      const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&level));
+      const float scale = __uint_as_float(scale_[channel]);
+      const __nv_bfloat162 rounded = __floats2bfloat162_rn(__fmul_rn(both.x, scale), __fmul_rn(both.y, scale));
+      return *reinterpret_cast<const uint32_t*>(&rounded);
+    } else {
+      return scaled(channel, level);
+    }
+  }
+};
+
+// ---- planes ----
+
+// Adds (kFirst: sets) a plane's +alpha or -alpha of a step for channels lane / 4 and lane / 4 + 8; `words`: this
+// lane's.
+template <DType kType, bool kFirst>
+__device__ inline void add_plane(const uint2& words, int step, const uint32_t (&minus_alpha)[2], uint32_t* a) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {  // register i of the step: a bit of every byte
+    const uint32_t word = i % 2 == 0 ? words.x : words.y;
+    const int bit = step * 2 + i / 2;
+    const uint32_t alpha = minus_alpha[i % 2];
+    const uint32_t even = (word << (15 - bit) & 0x80008000U) ^ alpha;
+    const uint32_t odd = (bit < 7 ? word << (7 - bit) & 0x80008000U : word & 0x80008000U) ^ alpha;
+    uint32_t* const to = a + i / 2 * 4 + i % 2;
+    to[0] = kFirst ? even : add_pairs<kType>(to[0], even);
+    to[2] = kFirst ? odd : add_pairs<kType>(to[2], odd);
+  }
+}
+
+}  // namespace octofuse::lowbit

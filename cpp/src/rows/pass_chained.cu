@@ -1,0 +1,82 @@
+// A few rows in a captured chain, a block each. The chain waits for this kernel, which fetches instructions longer than
+// it computes: so it goes through its row once while earlier kernels run, with whatever shared memory holds for x and
+// results that nobody reads.
+#include "rows/pass_chained.h"
+
+#include "device/launch.h"
+#include "rows/pass.cuh"
+
+namespace octofuse::rows {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kMostRows = 32;
+constexpr int kMostShared = 40960;  // bytes, beside the kernel's own, what needs no opt-in
+
+template <RowOp kOp>
+constexpr int kPacksOf = kOp == RowOp::kNorm ? 2 : 4;  // of a thread
+
+// Dynamic shared memory: a norm's weight and bias, then the rehearsal's row.
+__host__ __device__ inline int affine_bytes(const RowPassArgs& args) {
+  if (args.norm == Norm::kNone) return 0;
+  return 2 * static_cast<int>(args.cols) * (args.affine_type == DType::kFloat32 ? 4 : 2);
+}
+
+template <class T, RowOp kOp>
+__global__ void __launch_bounds__(kThreads) few_rows_kernel(const __grid_constant__ RowPassArgs args) {
+  extern __shared__ int4 shared_memory[];
+  __shared__ Meeting<kThreads, kMaxGroups<kThreads, kPacksOf<kOp>>> meeting;
+  __shared__ float scale;
+  const int thread = static_cast<int>(threadIdx.x);
+  char* const memory = reinterpret_cast<char*>(shared_memory);
+  launch_dependents();
+  RowPassArgs row = args;
+  if (kOp == RowOp::kNorm) stage_affine<kThreads>(row, memory, thread);
+  const auto given = [inverse = given_inverse(args)] { return inverse; };
+  char* const results = memory + affine_bytes(args);
+  row.x = results;
+  row.residual = nullptr;
+  row.sum = nullptr;
+  if (args.y != nullptr) row.y = results;
+  row.q = reinterpret_cast<int8_t*>(results);
+  row.q_group = 0;
+  if (args.scales != nullptr) row.scales = &scale;
+#pragma unroll 1
+  for (int64_t index = -1;; index = blockIdx.x) {
+    pass_row<T, kOp, kThreads, kPacksOf<kOp>>(row, given, max(index, int64_t{0}), thread, meeting);
+    if (index >= 0) return;
+    wait_for_all_copies();
+    wait_for_predecessors();
+    row.x = args.x;
+    row.residual = args.residual;
+    row.sum = args.sum;
+    row.y = args.y;
+    row.q = args.q;
+    row.q_group = args.q_group;
+    row.scales = args.scales;
+    row_barrier<kThreads>();
+  }
+}
+
+template <RowOp kOp>
+const void* kernel_for(DType type) {
+  return type == DType::kFloat16 ? reinterpret_cast<const void*>(few_rows_kernel<__half, kOp>)
+                                 : reinterpret_cast<const void*>(few_rows_kernel<__nv_bfloat16, kOp>);
+}
+
+}  // namespace
+
+bool run_few(const RowPassArgs& args, cudaStream_t stream) {
+  const bool norm = args.norm != Norm::kNone;
+  const int packs = norm ? kPacksOf<RowOp::kNorm> : kPacksOf<RowOp::kCopy>;
+  const int shared = affine_bytes(args) + 2 * static_cast<int>(args.cols);
+  if (args.rows > kMostRows || args.activation != Activation::kNone || args.type == DType::kFloat32) return false;
+  if (args.cols > packs * kThreads * kPack || shared > kMostShared) return false;
+  RowPassArgs kernel_args = args;
+  const void* kernel = norm ? kernel_for<RowOp::kNorm>(args.type) : kernel_for<RowOp::kCopy>(args.type);
+  launch_kernel("few_rows", kernel, dim3(static_cast<unsigned>(args.rows)), dim3(kThreads), shared, dim3(1), true,
+                &kernel_args, stream);
+  return true;
+}
+
+}  // namespace octofuse::rows

@@ -1,7 +1,0 @@
-#include "wgmma/kernel_info.cuh"
-
-namespace octofuse::wgmma {
-
-OCTOFUSE_WGMMA_BROAD_TILES(OCTOFUSE_KERNEL_INFO)
-
-}  // namespace octofuse::wgmma

@@ -1,0 +1,171 @@
+"""The arguments of the larger ops: one struct each, which the public functions, torch.library and `_C` hand to each other.
+
+A field's annotation says how torch.library sees it: see TYPES. `_C` reads fields by their place, so names and order are
+those of cpp/bindings/call.h; a test compares both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, dtype
+
+from octofuse.ops._guard import as_int_tensor, as_tensor, goes_direct, refuse_gradients
+
+Scale = Tensor | float
+ZeroPoint = Tensor | int
+
+
+class LinearCall(NamedTuple):
+    """`i8f16_linear`; with out_scale `i8i8_linear`, and out_dtype is not read."""
+
+    x: Tensor
+    w: Tensor
+    x_scale: Scale
+    w_scale: Scale
+    bias: Tensor | None
+    activation: str | None
+    residual: Tensor | None
+    out_dtype: dtype
+    out_scale: Scale | None
+    engine: str
+    x_zero_point: ZeroPoint | None
+    w_sum: Tensor | None
+    constant_weight: bool
+
+
+class RowLinearCall(NamedTuple):
+    """`quantized_linear`."""
+
+    x: Tensor
+    w: Tensor
+    x_scale: Scale | None
+    w_scale: Scale
+    norm: str | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    eps: float
+    bias: Tensor | None
+    activation: str | None
+    residual: Tensor | None
+    out_dtype: dtype
+    out_scale: Scale | None
+    constant_weight: bool
+
+
+class LowbitCall(NamedTuple):
+    """`woq_linear`, `bcq_linear` and `sparse12_linear`; kind: "uniform", "planes" or "sparse12"."""
+
+    x: Tensor
+    x_scale: Scale | None
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    offset: Tensor | None
+    kind: str
+    bits: int
+    group: int | None
+    norm: str | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    eps: float
+    bias: Tensor | None
+    activation: str | None
+    residual: Tensor | None
+    out_scale: Scale | None
+    engine: str
+    constant_weight: bool
+
+
+class RowsCall(NamedTuple):
+    """The functions of `ops.rows`; op: "layer_norm", "rms_norm", "activation" or "gated_activation"."""
+
+    x: Tensor
+    op: str
+    residual: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    activation: str | None
+    quantize: bool
+    scale: Scale | None
+
+
+class Col32Call(NamedTuple):
+    """`ops.layouts.linear_col32`; sizes: M, N, K; size: elements of the output."""
+
+    x: Tensor
+    w: Tensor
+    sizes: list[int]
+    x_scale: Scale | None
+    w_scale: Scale | None
+    bias: Tensor | None
+    activation: str | None
+    residual: Tensor | None
+    out_dtype: dtype
+    out_scale: Scale | None
+    out_layout: str
+    size: SymInt
+
+
+SymInt = int
+
+# Annotations, as they are written, and their types in torch.library's schemas. A scale or a zero point may be a Python
+# number in a direct call; the dispatcher sees a tensor.
+TYPES = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "Scale": "Tensor",
+    "Scale | None": "Tensor?",
+    "ZeroPoint | None": "Tensor?",
+    "str": "str",
+    "str | None": "str?",
+    "int": "int",
+    "int | None": "int?",
+    "SymInt": "SymInt",
+    "list[int]": "SymInt[]",
+    "float": "float",
+    "bool": "bool",
+    "dtype": "ScalarType",
+}
+
+
+@functools.cache
+def kinds_of(call: Any) -> tuple[tuple[str, str], ...]:
+    """(field, annotation as it is written) of a struct; NamedTuple keeps them as forward references."""
+    return tuple((name, getattr(kind, "__forward_arg__", kind)) for name, kind in call.__annotations__.items())
+
+
+def schema_of(call: Any) -> str:
+    """A call's fields as torch.library declares arguments."""
+    return ", ".join(f"{TYPES[kind]} {name}" for name, kind in kinds_of(call))
+
+
+def run(op: str, name: str, call: Any, direct: Callable[..., Any], out: Tensor | None = None) -> Any:
+    """direct(call) for plain tensors; under torch.compile and the like, `torch.ops.octofuse.<op>`.
+
+    name: the public function, for messages. out: given to both, if there is one.
+    """
+    more = () if out is None else (out,)
+    if goes_direct(*call, *more):
+        if torch.is_grad_enabled():
+            refuse_gradients(name, **call._asdict(), out=out)
+        return direct(call, *more)
+    # Tracing detaches what it records, so a lost gradient has to be refused here as well.
+    refuse_gradients(name, **call._asdict(), out=out)
+    kinds = zip(kinds_of(call.__class__), call, strict=True)
+    seen = [_as_seen(field, kind, value, call.x) for (field, kind), value in kinds]
+    if out is None:
+        return getattr(torch.ops.octofuse, op)(*seen)
+    getattr(torch.ops.octofuse, op + "_out")(*seen, out=out)
+    return out
+
+
+def _as_seen(field: str, kind: str, value: Any, like: Tensor) -> Any:
+    """A number that stands for a tensor becomes one, checked as `_C` checks it."""
+    if kind.startswith("Scale"):
+        return as_tensor(field, value, like)
+    return as_int_tensor(field, value, like) if kind.startswith("ZeroPoint") else value

@@ -1,0 +1,135 @@
+"""Which low-bit engine takes a call, and why not the others: pure, so without a GPU for any device that one can name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import octofuse
+from octofuse import _C
+from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
+from octofuse.quant.packing import pack, pack_pairs
+
+BUILT = str(_C.build_info()["architectures"]).split(",")
+needs_80 = pytest.mark.skipif("80" not in BUILT, reason="needs a build for 80")
+needs_90a = pytest.mark.skipif("90a" not in BUILT, reason="needs a build for 90a")
+SHARED = {90: 232448, 80: 166912, 86: 101376}  # bytes that a block may have
+
+
+def select(kind="uniform", bits=4, m=1, n=4096, k=4096, *, group=128, int8=False, zeros=False, engine="auto", cc=90):
+    return _C.lowbit_select(kind, bits, m, n, k, group, int8, zeros, engine, cc, 132, SHARED[cc])
+
+
+def reasons(**given) -> dict[str, str]:
+    return dict(select(**given)["declined"])
+
+
+@needs_90a
+def test_tokens_decide() -> None:
+    assert select()["chosen"] == "gemv_int8"
+    assert select(m=4)["chosen"] == "gemv_int8"
+    assert select(m=5)["chosen"] == "gemm"
+    assert select(m=2000)["chosen"] == "dequantized"
+    for bits in (1, 2, 3):
+        assert select(bits=bits)["chosen"] == "gemv_binary"
+        assert select(bits=bits, m=2)["chosen"] == "gemv_int8"
+    for planes, chosen in ((4, "gemv_binary"), (5, "gemv_int8")):
+        assert select("planes", planes)["chosen"] == chosen
+
+
+@needs_90a
+def test_every_other_engine_has_a_reason() -> None:
+    for m in (1, 3, 9, 5000):
+        for kind, bits in (("uniform", 2), ("uniform", 7), ("planes", 3), ("sparse12", 7)):
+            found = select(kind, bits, m)
+            assert {found["chosen"], *dict(found["declined"])} == {"gemv_binary", "gemv_int8", "gemm", "dequantized"}
+            assert all(reason for _, reason in found["declined"])
+    assert reasons(m=9)["gemv_int8"] == "it takes up to 4 tokens"
+    assert reasons(m=9)["gemv_binary"] == "it takes one token"
+    assert reasons()["gemv_binary"] == "it takes codes of up to 3 bits, or up to 4 planes"
+    assert reasons(m=5000)["gemm"].startswith("slower: for so many tokens")
+    assert reasons(m=9, n=4100)["gemm"] == "with groups or planes N must be a multiple of 8"
+    assert reasons(m=9, n=4104, zeros=True)["gemm"] == "with zero points of groups N must be a multiple of 16"
+    assert select(m=9, n=4100, group=4096)["chosen"] == "gemm", "one row of scales may have any length"
+    assert reasons(k=131071)["gemv_int8"].startswith("a token and three stages")
+
+
+@needs_80
+def test_other_chips() -> None:
+    for cc in (80, 86):
+        assert select(cc=cc)["chosen"] == "gemv_int8"
+        assert select(m=9, cc=cc)["chosen"] == "dequantized"
+        assert reasons(m=9, cc=cc)["gemm"] == "needs compute capability 9.0 (wgmma)"
+
+
+@needs_90a
+def test_engines_by_name() -> None:
+    assert select(m=5000, engine="gemm")["chosen"] == "gemm", "asked for, it serves where it would not be chosen"
+    assert select(engine="dequantized") == {"chosen": "dequantized", "why": "asked for by name", "declined": []}
+    with pytest.raises(
+        ValueError, match=r"engine: expected one that can serve this call, got 'gemv_binary'; gemv_binary: it"
+    ):
+        select(m=2, bits=2, engine="gemv_binary")
+    with pytest.raises(
+        ValueError, match=r"engine: expected one of 'auto', 'gemv_binary', .*'dequantized', got 'cutlass'"
+    ):
+        select(engine="cutlass")
+
+
+def test_explain_takes_the_call() -> None:
+    """On a CPU there is one engine, and every other says why."""
+    codes = torch.randint(0, 16, (48, 128), dtype=torch.uint8)
+    x, scale = torch.randn(2, 128), torch.rand(1, 48)
+    found = octofuse.explain(woq_linear, x, pack(codes, 4), scale, bits=4)
+    assert found.chosen == found.captured == "dequantized"
+    assert dict(found.declined) == dict.fromkeys(("gemv_binary", "gemv_int8", "gemm"), "needs tensors on cuda")
+    assert "dequantized: the weight is written to memory for this call" in str(found)
+    alpha = torch.rand(1, 4, 48)
+    assert octofuse.explain(bcq_linear, x, pack(codes, 4, planes=True), alpha).chosen == "dequantized"
+    pairs = pack_pairs(torch.randint(0, 256, (48, 64), dtype=torch.uint8))
+    assert octofuse.explain(sparse12_linear, x, pairs, scale).chosen == "dequantized"
+    with pytest.raises(ValueError, match=r"engine: expected one that can serve .* gemm: needs tensors on cuda"):
+        woq_linear(x, pack(codes, 4), scale, bits=4, engine="gemm")
+    with pytest.raises(TypeError, match=r"x: expected an int8 tensor, or one of woq_linear, .*, got <built-in function linear"):
+        octofuse.explain(torch.nn.functional.linear, x, codes)
+    with pytest.raises(TypeError, match="missing a required argument"):
+        octofuse.explain(woq_linear, x, bits=4)
+
+
+@pytest.mark.gpu
+def test_explain_on_the_gpu() -> None:
+    from test_lowbit_kernels import Weight
+
+    weight = Weight("uniform", 2, 128, 256, 512, False, torch.float16)
+    for m, chosen in ((1, "gemv_binary"), (2, "gemv_int8"), (9, "gemm"), (4000, "dequantized")):
+        found = octofuse.explain(woq_linear, weight.tokens(m), weight.packed, weight.scale, bits=2, group=128)
+        assert found.chosen == chosen
+    odd = weight.scale.float()
+    found = octofuse.explain(woq_linear, weight.tokens(1), weight.packed, odd, bits=2, group=128)
+    assert dict(found.declined)["gemm"] == "kernels take float16 and bfloat16 scales, got float32"
+
+
+@pytest.mark.gpu
+def test_explain_names_what_runs_in_a_capture() -> None:
+    """The profiler's kernel names, eager and captured, hold what explain says."""
+    for n, k in ((768, 768), (6400, 1600), (12288, 12288)):
+        x = torch.ones(1, k, dtype=torch.int8, device="cuda")
+        w = torch.ones(n, k, dtype=torch.int8, device="cuda")
+        found = octofuse.explain(x, w)
+
+        def call(x: torch.Tensor = x, w: torch.Tensor = w) -> None:
+            octofuse.i8f16_linear(x, w, 1.0, 1.0, constant_weight=True)
+
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        for run, name in ((call, found.chosen), (graph.replay, found.captured)):
+            run()
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                run()
+                torch.cuda.synchronize()
+            names = " ".join(event.key for event in profile.key_averages())
+            kernel = name.split("/")[1] if "gemv_" in name else "gemv<"
+            assert kernel in names, (n, k, name, names)
