@@ -1,4 +1,4 @@
-"""Operands for the linear ops, and the engines that this machine can run."""
+"""What several test files share: operands, weights of few bits, small models, and the command line."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 import octofuse
+from octofuse.nn import PackedLinear, quantised_layer
+from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
+from octofuse.quant import bcq, grid, scheme_named, sparse
+from octofuse.quant.packing import pack, pack_pairs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+PROMPTS = ([3, 1, 4, 1, 5], [92], [65, 35, 89, 79, 32, 38, 46, 26])
 
 
 @dataclass
@@ -56,3 +62,119 @@ def served(call, engine: str):
 
 def engines(device: str) -> tuple[str, ...]:
     return octofuse.engines(device)
+
+
+# ---- weights of few bits ----
+
+
+def by_torch(
+    codes: Tensor, scale: Tensor, zero: Tensor | None, kind: str, bits: int, group: int | None, k: int
+) -> Tensor:
+    """What the codes stand for, in the scale's dtype."""
+    if kind == "planes":
+        return bcq.dequantize(codes, scale.permute(2, 0, 1), None, group)
+    if kind == "sparse12":
+        return sparse.dequantize(codes, scale.t(), k, group)
+    return grid.dequantize(codes, scale.t(), None if zero is None else zero.t(), bits, group)
+
+
+class Weight:
+    """Random codes of one kind, what torch makes of them, and the op that multiplies them."""
+
+    def __init__(
+        self,
+        kind: str,
+        bits: int,
+        group: int | None,
+        n: int,
+        k: int,
+        zeros: bool,
+        dtype: torch.dtype,
+        device: str = "cuda",
+    ) -> None:
+        self.device = device
+        g = torch.Generator(device).manual_seed(n * 7 + k + bits)
+        more = {"generator": g, "device": device}
+        groups = 1 if group is None else -(-k // group)
+        columns = -(-k // 2) if kind == "sparse12" else k
+        codes = torch.randint(0, 256 if kind == "sparse12" else 1 << bits, (n, columns), dtype=torch.uint8, **more)
+        self.packed = pack_pairs(codes) if kind == "sparse12" else pack(codes, bits, planes=kind == "planes")
+        scale = torch.rand((groups, bits, n) if kind == "planes" else (groups, n), **more)
+        self.scale = ((scale + 0.1) / (1 << bits)).to(dtype)
+        self.zero = torch.randint(0, 1 << bits, (groups, n), dtype=torch.uint8, **more) if zeros else None
+        self.kind, self.bits, self.group, self.n, self.k, self.dtype = kind, bits, group, n, k, dtype
+        self.rounded = by_torch(codes, self.scale, self.zero, kind, bits, group, k)
+        self.exact = by_torch(codes, self.scale.float(), self.zero, kind, bits, group, k).double()
+        self.bias = torch.randn(n, **more).to(dtype)
+
+    def multiply(self, x: Tensor, **more) -> Tensor:
+        more = {"bias": self.bias, "group": self.group} | more
+        if self.kind == "planes":
+            return bcq_linear(x, self.packed, self.scale, **more)
+        if self.kind == "sparse12":
+            return sparse12_linear(x, self.packed, self.scale, **more)
+        return woq_linear(x, self.packed, self.scale, self.zero, bits=self.bits, **more)
+
+    def tokens(self, m: int, seed: int = 0) -> Tensor:
+        return torch.randn(m, self.k, generator=torch.Generator(self.device).manual_seed(seed), device=self.device).to(
+            self.dtype
+        )
+
+    def check(self, x: Tensor) -> None:
+        """At most twice the error that torch's linear makes with the weight in the same dtype, on many such tokens."""
+        w = self.rounded
+        many = torch.cat([x, self.tokens(64, seed=1)])
+        own = (linear(many, w, self.bias).double() - linear(many.double(), self.exact, self.bias.double())).abs().max()
+        got = self.multiply(x)
+        assert got.shape == (*x.shape[:-1], self.n)
+        assert got.dtype == self.dtype
+        assert (got.double() - linear(x.double(), self.exact, self.bias.double())).abs().max() <= 2 * own
+
+
+def layer_of(name: str, n: int, k: int, dtype: torch.dtype, device: str) -> tuple[PackedLinear, nn.Linear]:
+    torch.manual_seed(n + k)
+    plain = nn.Linear(k, n).to(device, dtype).requires_grad_(False)
+    scheme = scheme_named(name)
+    x = torch.randn(64, k, device=device)
+    found = quantised_layer(plain, scheme, moments=x.t() @ x if scheme.needs_calibration else None)
+    assert isinstance(found, PackedLinear)
+    return found, plain
+
+
+# ---- models ----
+
+
+def small_gpt2(n_positions: int = 32) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "n_positions": n_positions, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config).eval().requires_grad_(False)
+
+
+def ids(batch: int = 2, length: int = 9) -> torch.Tensor:
+    return torch.randint(0, 97, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def by_transformers(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    """Greedy, one token at a time over the whole sequence, without a cache."""
+    tokens = list(prompt)
+    device = model.transformer.wte.weight.device  # type: ignore[union-attr]
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens], device=device)).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+# ---- the command line ----
+
+
+def command(*words: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of `octofuse` with these words."""
+    from typer.testing import CliRunner
+
+    from octofuse.cli import app
+
+    result = CliRunner().invoke(app, list(words))
+    return result.exit_code, result.stdout, result.stderr

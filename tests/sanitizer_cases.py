@@ -16,12 +16,11 @@ import sys
 import torch
 
 import octofuse
-from helpers import FLOATS, engines, operands, served
+from helpers import FLOATS, Weight, engines, operands, served
 from octofuse import _C, layouts, reference
 from octofuse.layouts import COL32, LAYOUTS, ROW, from_layout, interleaved, to_layout
 from octofuse.ops import decode
 from octofuse.ops._calls import LowbitCall
-from test_lowbit_kernels import Weight
 
 # Aligned and ragged, one row and several tiles, K padded inside, a K that wraps every ring of stages.
 SHAPES = ((1, 16, 32), (70, 264, 144), (33, 100, 77), (130, 17, 5), (65, 128, 256), (17, 130, 3100))

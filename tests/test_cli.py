@@ -7,30 +7,24 @@ import re
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from octofuse.cli import app
-
-
-def call(*words: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, list(words))
-    return result.exit_code, result.stdout, result.stderr
+from helpers import command
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> str:
     folder = str(tmp_path_factory.mktemp("cli") / "int8")
-    code, out, _ = call("quantize", "embedded", "-o", folder, "--device", "cpu")
+    code, out, _ = command("quantize", "embedded", "-o", folder, "--device", "cpu")
     assert code == 0
     assert "w8a8-dynamic" in out
     return folder
 
 
 def test_generate_and_eval(checkpoint: str) -> None:
-    code, out, _ = call("generate", checkpoint, "def main(", "--new-tokens", "8", "--device", "cpu")
+    code, out, _ = command("generate", checkpoint, "def main(", "--new-tokens", "8", "--device", "cpu")
     assert code == 0
     assert out.startswith("def main(")
-    code, out, _ = call("eval", checkpoint, "--max-tokens", "2048", "--device", "cpu")
+    code, out, _ = command("eval", checkpoint, "--max-tokens", "2048", "--device", "cpu")
     assert code == 0
     assert 5 < float(re.search(r"perplexity ([\d.]+)", out)[1]) < 30
 
@@ -38,7 +32,7 @@ def test_generate_and_eval(checkpoint: str) -> None:
 def test_static_scheme_reads_a_calibration_text(tmp_path) -> None:
     text = tmp_path / "sample.txt"
     text.write_text("import re\n" * 600)
-    code, _, _ = call(
+    code, _, _ = command(
         "quantize", "embedded", "-o", str(tmp_path / "q"), "--scheme", "w8a8-static", "--calibration", str(text),
         "--device", "cpu",
     )  # fmt: skip
@@ -70,7 +64,7 @@ def test_mistakes_end_in_one_line(words, message: str, tmp_path, checkpoint: str
     words = [word.format(**names) for word in words]
     if "--device" not in words:
         words += ["--device", "cpu"]
-    code, _, err = call(*words)
+    code, _, err = command(*words)
     assert code == 1
     assert err.startswith("octofuse: ")
     assert message in err.replace("\n", "")
@@ -82,27 +76,31 @@ def test_quantise_and_distill(tmp_path) -> None:
     text = tmp_path / "text"
     text.write_text("def f(x):\n    return x + 1\n" * 80)
     few = ("--calibration", str(text), "--distill", "2", "--device", "cpu")
-    code, out, err = call("quantize", "embedded", "-o", str(tmp_path / "q"), "--scheme", "w2a16-g128", *few)
+    code, out, err = command("quantize", "embedded", "-o", str(tmp_path / "q"), "--scheme", "w2a16-g128", *few)
     assert code == 0, err
     assert "KL divergence from the float model: " in out
     assert (tmp_path / "q" / "config.json").is_file()
-    code, _, err = call("quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "w8a8-dynamic", *few)
+    code, _, err = command("quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "w8a8-dynamic", *few)
     assert code == 1
     assert "distill: expected weight-only schemes" in err
-    code, _, err = call("quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "w4a16-g128", "--codes")
+    code, _, err = command("quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "w4a16-g128", "--codes")
     assert code == 1
     assert "codes: expected --distill of at least 1, got 0" in err
-    code, _, err = call("quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "bcq-q2-g128", *few, "--codes")
+    code, _, err = command(
+        "quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "bcq-q2-g128", *few, "--codes"
+    )
     assert code == 1
     assert "codes: expected a uniform scheme" in err
     assert not (tmp_path / "r").exists()
-    code, out, err = call("quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "w2a16-g128", *few, "--codes")
+    code, out, err = command(
+        "quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "w2a16-g128", *few, "--codes"
+    )
     assert code == 0, err
     assert "KL divergence from the float model: " in out
 
 
 def test_doctor_json() -> None:
-    code, out, _ = call("doctor", "--json")
+    code, out, _ = command("doctor", "--json")
     report = json.loads(out)
     assert code == 0
     for device in report["devices"]:
@@ -112,7 +110,7 @@ def test_doctor_json() -> None:
 
 
 def test_doctor_for_people() -> None:
-    code, out, _ = call("doctor")
+    code, out, _ = command("doctor")
     assert code == 0
     assert "self-test: 64 cases, all exact" in out
 
@@ -121,7 +119,7 @@ def test_doctor_for_people() -> None:
 def test_demo(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     few = ("--new-tokens", "8", "--evaluation-tokens", "2048", "--device", "cpu")
-    code, out, _ = call("demo", *few, "--plot", str(tmp_path / "demo.png"))
+    code, out, _ = command("demo", *few, "--plot", str(tmp_path / "demo.png"))
     assert code == 0
     for name in ("float32", "w8a8-static-tensor", "w8a8-dynamic", "w4a16-g128-zp-gptq", "bcq-q3-g128"):
         row = next(line for line in out.splitlines() if line.startswith(name)).split()
@@ -129,7 +127,7 @@ def test_demo(tmp_path) -> None:
         assert all(float(value) > 0 for value in row[1:]), row
     assert out.count("def read_config(path):") == 6
     assert (tmp_path / "demo.png").stat().st_size > 5000
-    code, out, _ = call("demo", *few, "--schemes", "w8a16, sparse12-w7")
+    code, out, _ = command("demo", *few, "--schemes", "w8a16, sparse12-w7")
     assert code == 0
     assert out.count("def read_config(path):") == 3
 
@@ -139,13 +137,13 @@ def test_demo_refuses(tmp_path) -> None:
         (["--schemes", "w9a16"], "scheme: "),
         (["--plot", str(tmp_path / "x.gif")], "ends in .png or .svg"),
     ):
-        code, _, err = call("demo", *words)
+        code, _, err = command("demo", *words)
         assert code == 1
         assert message in err
 
 
 def test_layout_show(tmp_path) -> None:
-    code, out, _ = call("layout", "show", "COL4_4R2_8C", "--rows", "8", "--cols", "16")
+    code, out, _ = command("layout", "show", "COL4_4R2_8C", "--rows", "8", "--cols", "16")
     assert code == 0
     assert [int(word) for word in out.splitlines()[2].split()] == [0, *(16 * b + c for b in range(4) for c in range(4))]
     assert "Turing" in out
@@ -155,7 +153,7 @@ def test_layout_show(tmp_path) -> None:
         (["COL", "--rows", "65"], "rows, cols: expected 1 to 64 each"),
         (["COL", "--out", str(tmp_path / "x.gif")], "ends in .png or .svg"),
     ):
-        code, _, err = call("layout", "show", *words)
+        code, _, err = command("layout", "show", *words)
         assert code == 1
         assert message in err
 
@@ -165,7 +163,7 @@ def test_layout_pictures(tmp_path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     for cols in (16, 64):  # with a number in each cell, and without
         out = tmp_path / f"picture_{cols}{suffix}"
-        code, text, err = call("layout", "show", "COL32", "--rows", "4", "--cols", str(cols), "--out", str(out))
+        code, text, err = command("layout", "show", "COL32", "--rows", "4", "--cols", str(cols), "--out", str(out))
         assert code == 0, err
         assert text == f"{out}: COL32, 4 x {cols}\n"
         assert out.stat().st_size > 2000
@@ -174,7 +172,7 @@ def test_layout_pictures(tmp_path, suffix: str) -> None:
 def test_eval_against_the_float_model(checkpoint: str, tmp_path) -> None:
     picture = tmp_path / "sqnr.png"
     words = ("eval", checkpoint, "--against", "embedded", "--max-tokens", "1024", "--stride", "128", "--device", "cpu")
-    code, out, _ = call(*words, "--plot", str(picture))
+    code, out, _ = command(*words, "--plot", str(picture))
     assert code == 0
     assert re.search(r"perplexity [\d.]+ against [\d.]+ \([+-][\d.]+%\) over 1024 tokens \(stride 128\)", out)
     assert "transformer.h.0.attn.c_attn" in out
@@ -189,7 +187,7 @@ def test_eval_against_the_float_model(checkpoint: str, tmp_path) -> None:
         ),
         (("eval", "embedded", "--stride", "100000"), "stride: expected 1 to the context"),
     ):
-        code, _, err = call(*more, "--device", "cpu")
+        code, _, err = command(*more, "--device", "cpu")
         assert code == 1
         assert message in err
 
@@ -197,7 +195,7 @@ def test_eval_against_the_float_model(checkpoint: str, tmp_path) -> None:
 def test_frontier_of_mixtures(checkpoint: str, tmp_path) -> None:
     picture = tmp_path / "frontier.svg"
     words = ("frontier", "embedded", "--max-tokens", "1024", "--device", "cpu")
-    code, out, err = call(*words, "--schemes", "w8a16, bcq-q2-g128", "--plot", str(picture))
+    code, out, err = command(*words, "--schemes", "w8a16, bcq-q2-g128", "--plot", str(picture))
     assert code == 0, err
     rows = [line for line in out.splitlines() if "w8a16" in line or "bcq" in line]
     assert len(rows) == 4
@@ -209,27 +207,27 @@ def test_frontier_of_mixtures(checkpoint: str, tmp_path) -> None:
         (("--schemes", "w10a16"), "scheme: expected one of"),
         (("--schemes", "w8a16", "--plot", "x.pdf"), "plot: expected a name that ends in .png"),
     ):
-        code, _, err = call(*words, *more)
+        code, _, err = command(*words, *more)
         assert code == 1
         assert message in err
-    code, _, err = call("frontier", checkpoint, "--device", "cpu")
+    code, _, err = command("frontier", checkpoint, "--device", "cpu")
     assert (code, "model: expected a floating-point model" in err) == (1, True)
 
 
 def test_layout_support_without_a_gpu() -> None:
-    code, _, err = call("layout", "support", "--shape", "12")
+    code, _, err = command("layout", "support", "--shape", "12")
     assert (code, err.strip()) == (1, "octofuse: shape: expected M,N,K, got '12'")
     if not torch.cuda.is_available():
-        code, _, err = call("layout", "support")
+        code, _, err = command("layout", "support")
         assert code == 1
         assert "device: expected one that octofuse can use, got 'cuda'" in err
-    code, _, err = call("layout", "support", "--device", "cpu")
+    code, _, err = command("layout", "support", "--device", "cpu")
     assert (code, err.strip()) == (1, "octofuse: device: expected a CUDA device, got cpu")
 
 
 @pytest.mark.gpu
 def test_layout_support() -> None:
-    code, out, _ = call("layout", "support", "--shape", "64,64,64")
+    code, out, _ = command("layout", "support", "--shape", "64,64,64")
     assert code == 0
     assert "COL32 / COL32_2R_4R4 / COL32" in out
     assert "algorithms" in out

@@ -9,15 +9,13 @@ import torch
 from torch import nn
 
 import octofuse
-from helpers import DEVICES
+from helpers import DEVICES, PROMPTS, by_transformers, ids, small_gpt2
 from octofuse.generate import Generator, Sampling, generate
 from octofuse.models import quantize_
 from octofuse.models.decoder import Decoder
 from octofuse.ops import decode
-from test_models import ids, small_gpt2
 
 SCHEMES = (None, "w8a8-dynamic", "w8a8-static", "w8a8-static-smooth")
-PROMPTS = ([3, 1, 4, 1, 5], [92], [65, 35, 89, 79, 32, 38, 46, 26])
 
 
 def model_of(scheme: str | None, device: str) -> nn.Module:
@@ -25,16 +23,6 @@ def model_of(scheme: str | None, device: str) -> nn.Module:
     if scheme is not None:
         quantize_(model, scheme, [ids()], progress=False)
     return model.to(device, torch.float16 if device == "cuda" else torch.float32).requires_grad_(False)
-
-
-def by_transformers(model: nn.Module, prompt: list[int], count: int) -> list[int]:
-    """Greedy, one token at a time over the whole sequence, without a cache."""
-    tokens = list(prompt)
-    device = model.transformer.wte.weight.device  # type: ignore[union-attr]
-    with torch.no_grad():
-        for _ in range(count):
-            tokens.append(int(model(torch.tensor([tokens], device=device)).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,79 +10,13 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear
 
 import octofuse
+from helpers import Weight
 from octofuse import _C
-from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
-from octofuse.quant import bcq, grid, sparse
-from octofuse.quant.packing import pack, pack_pairs
 
 pytestmark = pytest.mark.gpu
 
 SHAPES = ((48, 128), (33, 100), (1, 300), (130, 1600), (16, 4097))
 TOKENS = (1, 2, 3, 4, 5, 8, 9, 16, 33, 64, 65, 200, 300)
-
-
-def by_torch(
-    codes: Tensor, scale: Tensor, zero: Tensor | None, kind: str, bits: int, group: int | None, k: int
-) -> Tensor:
-    """What the codes stand for, in the scale's dtype."""
-    if kind == "planes":
-        return bcq.dequantize(codes, scale.permute(2, 0, 1), None, group)
-    if kind == "sparse12":
-        return sparse.dequantize(codes, scale.t(), k, group)
-    return grid.dequantize(codes, scale.t(), None if zero is None else zero.t(), bits, group)
-
-
-class Weight:
-    """Random codes of one kind, what torch makes of them, and the op that multiplies them."""
-
-    def __init__(
-        self,
-        kind: str,
-        bits: int,
-        group: int | None,
-        n: int,
-        k: int,
-        zeros: bool,
-        dtype: torch.dtype,
-        device: str = "cuda",
-    ) -> None:
-        self.device = device
-        g = torch.Generator(device).manual_seed(n * 7 + k + bits)
-        more = {"generator": g, "device": device}
-        groups = 1 if group is None else -(-k // group)
-        columns = -(-k // 2) if kind == "sparse12" else k
-        codes = torch.randint(0, 256 if kind == "sparse12" else 1 << bits, (n, columns), dtype=torch.uint8, **more)
-        self.packed = pack_pairs(codes) if kind == "sparse12" else pack(codes, bits, planes=kind == "planes")
-        scale = torch.rand((groups, bits, n) if kind == "planes" else (groups, n), **more)
-        self.scale = ((scale + 0.1) / (1 << bits)).to(dtype)
-        self.zero = torch.randint(0, 1 << bits, (groups, n), dtype=torch.uint8, **more) if zeros else None
-        self.kind, self.bits, self.group, self.n, self.k, self.dtype = kind, bits, group, n, k, dtype
-        self.rounded = by_torch(codes, self.scale, self.zero, kind, bits, group, k)
-        self.exact = by_torch(codes, self.scale.float(), self.zero, kind, bits, group, k).double()
-        self.bias = torch.randn(n, **more).to(dtype)
-
-    def multiply(self, x: Tensor, **more) -> Tensor:
-        more = {"bias": self.bias, "group": self.group} | more
-        if self.kind == "planes":
-            return bcq_linear(x, self.packed, self.scale, **more)
-        if self.kind == "sparse12":
-            return sparse12_linear(x, self.packed, self.scale, **more)
-        return woq_linear(x, self.packed, self.scale, self.zero, bits=self.bits, **more)
-
-    def tokens(self, m: int, seed: int = 0) -> Tensor:
-        return torch.randn(m, self.k, generator=torch.Generator(self.device).manual_seed(seed), device=self.device).to(
-            self.dtype
-        )
-
-    def check(self, x: Tensor) -> None:
-        """At most twice the error that torch's linear makes with the weight in the same dtype, on many such tokens."""
-        w = self.rounded
-        many = torch.cat([x, self.tokens(64, seed=1)])
-        own = (linear(many, w, self.bias).double() - linear(many.double(), self.exact, self.bias.double())).abs().max()
-        got = self.multiply(x)
-        assert got.shape == (*x.shape[:-1], self.n)
-        assert got.dtype == self.dtype
-        assert (got.double() - linear(x.double(), self.exact, self.bias.double())).abs().max() <= 2 * own
 
 
 KINDS = [("uniform", bits, zeros) for bits in range(1, 9) for zeros in (False, True)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import octofuse
+from helpers import Weight
 from octofuse import _C
 from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
 from octofuse.quant.packing import pack, pack_pairs
@@ -16,8 +17,8 @@ needs_90a = pytest.mark.skipif("90a" not in BUILT, reason="needs a build for 90a
 SHARED = {90: 232448, 80: 166912, 86: 101376}  # bytes that a block may have
 
 
-def select(kind="uniform", bits=4, m=1, n=4096, k=4096, *, group=128, int8=False, zeros=False, engine="auto", cc=90):
-    return _C.lowbit_select(kind, bits, m, n, k, group, int8, zeros, engine, cc, 132, SHARED[cc])
+def select(kind="uniform", bits=4, m=1, n=4096, k=4096, *, group=128, zeros=False, engine="auto", cc=90):
+    return _C.lowbit_select(kind, bits, m, n, k, group, zeros, engine, cc, 132, SHARED[cc])
 
 
 def reasons(**given) -> dict[str, str]:
@@ -90,7 +91,7 @@ def test_explain_takes_the_call() -> None:
     assert octofuse.explain(sparse12_linear, x, pairs, scale).chosen == "dequantized"
     with pytest.raises(ValueError, match=r"engine: expected one that can serve .* gemm: needs tensors on cuda"):
         woq_linear(x, pack(codes, 4), scale, bits=4, engine="gemm")
-    with pytest.raises(TypeError, match=r"x: expected an int8 tensor, or one of woq_linear, .*, got <built-in function linear"):
+    with pytest.raises(TypeError, match=r"x: expected an int8 tensor, or one of woq_linear, .*, got <built-in"):
         octofuse.explain(torch.nn.functional.linear, x, codes)
     with pytest.raises(TypeError, match="missing a required argument"):
         octofuse.explain(woq_linear, x, bits=4)
@@ -98,8 +99,6 @@ def test_explain_takes_the_call() -> None:
 
 @pytest.mark.gpu
 def test_explain_on_the_gpu() -> None:
-    from test_lowbit_kernels import Weight
-
     weight = Weight("uniform", 2, 128, 256, 512, False, torch.float16)
     for m, chosen in ((1, "gemv_binary"), (2, "gemv_int8"), (9, "gemm"), (4000, "dequantized")):
         found = octofuse.explain(woq_linear, weight.tokens(m), weight.packed, weight.scale, bits=2, group=128)

@@ -9,24 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from helpers import DEVICES
+from helpers import DEVICES, ids, small_gpt2
 from octofuse.assets import EMBEDDED
 from octofuse.cli.common import calibration_batches, encode, evaluation_tokens, load_float, load_tokenizer
 from octofuse.models import load, perplexity, quantize_, save, weight_bytes
 from octofuse.nn import Int8Linear
-
-
-def small_gpt2(n_positions: int = 32) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 97, "n_positions": n_positions, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(config).eval().requires_grad_(False)
-
-
-def ids(batch: int = 2, length: int = 9) -> torch.Tensor:
-    return torch.randint(0, 97, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
 def test_four_linears_a_block_and_nothing_else() -> None:

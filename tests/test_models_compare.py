@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from helpers import ids, small_gpt2
 from octofuse.cli.evaluate import below_their_kind
 from octofuse.models import compare, perplexity, quantize_
 from octofuse.models.evaluate import scored_windows
-from test_models import ids, small_gpt2
 
 
 @pytest.mark.parametrize(

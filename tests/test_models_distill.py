@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from helpers import ids, layer_of, small_gpt2
 from octofuse.generate import own_text
 from octofuse.models import distill_, load, quantize_, save, weight_bytes
 from octofuse.models.distill import TrainedLinear
 from octofuse.nn import PackedLinear
 from octofuse.quant.packing import unpack
-from test_models import ids, small_gpt2
-from test_models_lowbit import layer_of
 
 
 def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:

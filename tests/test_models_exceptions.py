@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from helpers import command, ids, small_gpt2
 from octofuse.cli.common import exceptions_of
 from octofuse.models import load, quantize_, save
 from octofuse.nn import Int8Linear
-from test_cli import call
-from test_models import ids, small_gpt2
 
 MIXED = {"h.0.mlp.c_fc": None, "mlp.c_proj": "w8a8-dynamic", "transformer.h.1.attn.*": "w8a8-static-mse-smooth0.7"}
 
@@ -66,10 +65,10 @@ def test_wrong_exceptions() -> None:
 def test_on_the_command_line(tmp_path) -> None:
     out = str(tmp_path / "q")
     words = ("quantize", "embedded", "-o", out, "--device", "cpu", "--except", "mlp.c_proj=float")
-    assert call(*words)[0] == 0
+    assert command(*words)[0] == 0
     model = load(out)
     assert not any(name.endswith("mlp.c_proj") for name, m in model.named_modules() if isinstance(m, Int8Linear))
-    code, _, err = call(*words[:3], str(tmp_path / "r"), "--device", "cpu", "--except", "x=float")
+    code, _, err = command(*words[:3], str(tmp_path / "r"), "--device", "cpu", "--except", "x=float")
     assert code == 1
     assert "exceptions: expected patterns that match a layer, got x" in err
     assert not (tmp_path / "r").exists()

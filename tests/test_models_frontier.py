@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers import ids, small_gpt2
 from octofuse.models import frontier, perplexity, quantize_, weight_bytes
-from test_models import ids, small_gpt2
 
 SCHEMES = ("float", "w8a16", "w2a16-g32")
 

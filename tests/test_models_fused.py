@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import octofuse
-from helpers import DEVICES
+from helpers import DEVICES, ids, small_gpt2
 from octofuse.models import fuse_, quantize_, unfuse_
 from octofuse.nn import Int8Linear
-from test_models import ids, small_gpt2
 
 SCHEMES = ("w8a8-dynamic", "w8a8-static", "w8a8-static-smooth")
 

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from helpers import DEVICES
+from helpers import DEVICES, PROMPTS, by_transformers, ids, layer_of, small_gpt2
 from octofuse import quantize_per_token
 from octofuse.generate import Generator
 from octofuse.models import compare, load, quantize_, save, weight_bytes
 from octofuse.nn import BCQLinear, PackedLinear, WeightOnlyLinear, quantised_layer
 from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
-from octofuse.quant import WeightOnly, scheme_named
-from test_generate import PROMPTS, by_transformers
-from test_models import ids, small_gpt2
+from octofuse.quant import WeightOnly
 
 NAMES = (
     "w8a16",
@@ -31,16 +29,6 @@ NAMES = (
     "bcq-q3-g32",
     "sparse12-w7-g64",
 )
-
-
-def layer_of(name: str, n: int, k: int, dtype: torch.dtype, device: str) -> tuple[PackedLinear, nn.Linear]:
-    torch.manual_seed(n + k)
-    plain = nn.Linear(k, n).to(device, dtype).requires_grad_(False)
-    scheme = scheme_named(name)
-    x = torch.randn(64, k, device=device)
-    found = quantised_layer(plain, scheme, moments=x.t() @ x if scheme.needs_calibration else None)
-    assert isinstance(found, PackedLinear)
-    return found, plain
 
 
 @pytest.mark.parametrize("device", DEVICES)

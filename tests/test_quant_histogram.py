@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers import ids, small_gpt2
 from octofuse.models import quantize_
 from octofuse.nn import Int8Linear
 from octofuse.quant import AmaxObserver, Histogram, scheme_named
-from test_models import ids, small_gpt2
 
 
 @pytest.mark.parametrize("channels", [None, 6])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers import ids, small_gpt2
 from octofuse.cli.common import calibration_batches, evaluation_tokens, load_float
 from octofuse.models import load, perplexity, quantize_, save
 from octofuse.models.blocks import normed, valued
@@ -13,7 +14,6 @@ from octofuse.models.smooth import fold, scales_of
 from octofuse.nn import Int8Linear, linear_layers
 from octofuse.nn.linear import weight_of
 from octofuse.quant import Scheme, clipped_amax, observe, scheme_named, search_alpha, smoothing_scales
-from test_models import ids, small_gpt2
 
 CPU = torch.device("cpu")
 

@@ -198,9 +198,9 @@ py::dict explain_op(const py::tuple& fields) {
   return result;
 }
 
-// The choice for a device that need not be here; `type`: "float16" or "bfloat16"; group 0: a row.
-py::dict select_op(const std::string& kind, int bits, int64_t m, int64_t n, int64_t k, int64_t group, bool x_is_int8,
-                   bool has_zeros, const std::string& engine, int compute_capability, int sm_count, int shared_memory) {
+// The choice for a device that need not be here; group 0: a row.
+py::dict select_op(const std::string& kind, int bits, int64_t m, int64_t n, int64_t k, int64_t group, bool has_zeros,
+                   const std::string& engine, int compute_capability, int sm_count, int shared_memory) {
   LowbitProblem problem;
   problem.format = parse_kind(kind, bits);
   problem.bits = bits;
@@ -208,7 +208,6 @@ py::dict select_op(const std::string& kind, int bits, int64_t m, int64_t n, int6
   problem.n = n;
   problem.k = k;
   problem.group = group >= k ? 0 : group;
-  problem.x_is_int8 = x_is_int8;
   problem.has_zeros = has_zeros;
   Capability capability = capability_for(compute_capability, sm_count);
   capability.shared_memory = shared_memory;
@@ -240,8 +239,8 @@ void bind_lowbit(py::module_& module) {
   module.def("lowbit_linear", &lowbit_linear_op, py::arg("call"));
   module.def("lowbit_explain", &explain_op, py::arg("call"));
   module.def("lowbit_select", &select_op, py::arg("kind"), py::arg("bits"), py::arg("m"), py::arg("n"), py::arg("k"),
-             py::arg("group"), py::arg("x_is_int8"), py::arg("has_zeros"), py::arg("engine"),
-             py::arg("compute_capability"), py::arg("sm_count"), py::arg("shared_memory"));
+             py::arg("group"), py::arg("has_zeros"), py::arg("engine"), py::arg("compute_capability"),
+             py::arg("sm_count"), py::arg("shared_memory"));
   module.def("lowbit_dequantize", &lowbit_dequantize_op);
 }
 

@@ -44,7 +44,6 @@ def lowbit_select(
     n: int,
     k: int,
     group: int,
-    x_is_int8: bool,
     has_zeros: bool,
     engine: str,
     compute_capability: int,

@@ -27,13 +27,11 @@ enum class LowbitFormat : int8_t { kUniform, kPlanes, kSparse12 };
 // What select_lowbit() may look at: kinds, shapes and alignments, never a value.
 struct LowbitProblem {
   LowbitFormat format = LowbitFormat::kUniform;
-  int bits = 4;                  // of a code; planes: how many
-  DType type = DType::kFloat16;  // of scale
+  int bits = 4;  // of a code; planes: how many
   int64_t m = 0, n = 0, k = 0;
   int64_t group = 0;  // columns that share a scale, 0: all of a row
-  bool x_is_int8 = false;
   bool has_zeros = false;
-  bool aligned = true;             // packed, scale and zero start at multiples of 16 bytes
+  bool aligned = true;             // scale and zero start at multiples of 16 bytes
   const char* unserved = nullptr;  // why no kernel at all can take it, if that is known already
 };
 

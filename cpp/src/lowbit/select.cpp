@@ -142,12 +142,10 @@ LowbitProblem problem_of(const LowbitArgs& args) {
   LowbitProblem problem;
   problem.format = args.format;
   problem.bits = args.bits;
-  problem.type = args.type;
   problem.m = args.m;
   problem.n = args.n;
   problem.k = args.k;
   problem.group = args.group;
-  problem.x_is_int8 = args.x_is_int8;
   problem.has_zeros = args.zero != nullptr;
   problem.aligned = aligned(args.scale) && aligned(args.zero);
   if (!aligned(args.packed)) problem.unserved = "packed must start at a multiple of 16 bytes";
