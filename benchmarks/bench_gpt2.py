@@ -2,7 +2,8 @@
 
 Random weights of the real shapes (speed does not depend on their values) and the prompt of the published int8 study,
 "Hello, I'm a language model,". Engines: transformers with its growing cache, and with a static cache and torch.compile,
-both in fp16; octofuse.Generator in fp16 (the same graphs and attention, torch's linears) and in int8.
+both in fp16; octofuse.Generator in fp16 (the same graphs and attention, torch's linears), in int8, and with 4-bit
+weights.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ ENGINES: dict[str, tuple[str | None, dict[str, str] | None]] = {
     "octofuse int8 dynamic": ("w8a8-dynamic", None),
     "octofuse int8 static": ("w8a8-static", None),
     "octofuse int8 static + head": ("w8a8-static", HEAD),
+    "octofuse w4a16-g128": ("w4a16-g128", None),
 }
 
 
@@ -234,7 +236,7 @@ def octofuse_rows(
     result["steps"] += sweep(sweeps, size, batches + contexts)
     result["batches"].append(batch_row(sweeps, size) | others["batches"])
     result["prefill"].append(prefill_row(sweeps, size) | others["prefill"])
-    for engine in ("octofuse fp16", "octofuse int8 static"):
+    for engine in ("octofuse fp16", "octofuse int8 static", "octofuse w4a16-g128"):
         result["budget"] += budget(generators[engine], size, engine)
 
 

@@ -31,6 +31,9 @@ def test_tokens_decide() -> None:
     assert select(m=4)["chosen"] == "gemv_int8"
     assert select(m=5)["chosen"] == "gemm"
     assert select(m=2000)["chosen"] == "dequantized"
+    assert select(m=64 * 65535, engine="gemm")["chosen"] == "gemm"
+    with pytest.raises(ValueError, match="gemm: it takes up to 4194240 tokens"):
+        select(m=64 * 65535 + 1, engine="gemm")
     for bits in (1, 2, 3):
         assert select(bits=bits)["chosen"] == "gemv_binary"
         assert select(bits=bits, m=2)["chosen"] == "gemv_int8"
@@ -93,8 +96,29 @@ def test_explain_takes_the_call() -> None:
         woq_linear(x, pack(codes, 4), scale, bits=4, engine="gemm")
     with pytest.raises(TypeError, match=r"x: expected an int8 tensor, or one of woq_linear, .*, got <built-in"):
         octofuse.explain(torch.nn.functional.linear, x, codes)
-    with pytest.raises(TypeError, match="missing a required argument"):
+    by_name = {"x": x, "packed": pack(codes, 4), "scale": scale, "bits": 4}
+    assert octofuse.explain(woq_linear, **by_name) == found
+    with pytest.raises(TypeError, match="explain: missing a required argument: 'packed'"):
         octofuse.explain(woq_linear, x, bits=4)
+    with pytest.raises(ValueError, match=r"alpha: expected \[G, q, N\], got shape \[48\]"):
+        octofuse.explain(bcq_linear, x, pack(codes, 4, planes=True), alpha[0, 0])
+
+
+def test_explain_refuses_what_the_int8_linears_refuse() -> None:
+    x, w = torch.zeros(2, 16, dtype=torch.int8), torch.zeros(8, 16, dtype=torch.int8)
+    assert octofuse.explain(x=x, w=w) == octofuse.explain(x, w)
+    for arguments, given, error, text in (
+        ((x.float(), w), {}, TypeError, "x: expected an int8 tensor, got dtype torch.float32"),
+        ((x, [1]), {}, TypeError, "w: expected an int8 tensor, got list"),
+        ((x, w[0]), {}, ValueError, r"w: expected shape \[N, K\]"),
+        ((x, w[:, 1:]), {}, ValueError, r"w: expected shape \[N, K\]"),
+        ((x, w), {"out_dtype": torch.int64}, ValueError, "out_dtype: expected torch.float16.* got torch.int64"),
+        ((x, w), {"activation": "swish"}, ValueError, "activation: expected"),
+        ((x,), {}, TypeError, "explain: missing a required argument: 'w'"),
+        ((), {}, TypeError, "explain: missing"),
+    ):
+        with pytest.raises(error, match=text):
+            octofuse.explain(*arguments, **given)
 
 
 @pytest.mark.gpu

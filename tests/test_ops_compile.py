@@ -10,7 +10,8 @@ import torch
 
 import octofuse
 from helpers import DEVICES, operands
-from octofuse.ops._calls import LinearCall
+from octofuse.ops._calls import LinearCall, LowbitCall, RowLinearCall, RowsCall
+from octofuse.quant.packing import pack
 
 OPS = torch.ops.octofuse
 
@@ -29,7 +30,21 @@ def samples(device: str) -> dict[str, tuple[tuple, dict]]:
         return {"out": torch.empty(5, 24, dtype=dtype, device=device)}
 
     floats = torch.randn(2, 3, 16, device=device, dtype=torch.float16)
+    x, codes = torch.randn(2, 3, 32, device=device).half(), torch.randint(0, 16, (24, 32), dtype=torch.uint8)
+    norm = ("layer_norm", torch.ones(32, device=device), None, 1e-5)
+    residual = torch.randn(2, 3, 24, device=device)  # of another dtype than x, which the output has all the same
+    rows = RowLinearCall(x, p.w, None, p.w_scale, *norm, None, "relu", residual, torch.float16, None, False)
+    scale = torch.rand(1, 24, device=device).half()
+    lowbit = LowbitCall(
+        x, None, pack(codes, 4).to(device), scale, None, None, "uniform", 4, None, *norm, None, "relu", residual, None,
+        "auto", False,
+    )  # fmt: skip
     return {
+        "quantized_linear": (rows, {}),
+        "quantized_linear to int8": (rows._replace(out_scale=q8), {}),
+        "lowbit_linear": (lowbit, {}),
+        "lowbit_linear to int8": (lowbit._replace(out_scale=q8), {}),
+        "rows": (RowsCall(x, "rms_norm", x, None, None, 1e-5, None, True, None), {}),
         "linear": (linear, {}),
         "linear to int8": (linear_i8, {}),
         "linear with a zero point": (asymmetric, {}),

@@ -169,13 +169,29 @@ def test_attention(dtype: torch.dtype, heads: int, size: int) -> None:
 
 
 @pytest.mark.gpu
+def test_attention_outside_of_the_cache() -> None:
+    """A position that the cache does not have writes nothing, and the next call finds everything as it should be."""
+    heads, size, capacity = 3, 64, 192
+    cache = torch.randn(2, 4, heads, capacity, size, device="cuda").half()
+    before, qkv = cache.clone(), torch.randn(4, 3 * heads * size, device="cuda").half()
+    scratch = decode.attend_scratch(4, heads, size, capacity, cache.device)
+    decode.attend(qkv, cache[0], cache[1], torch.tensor([192, 255, -1, 1 << 40], device="cuda"), *scratch)
+    assert torch.equal(cache, before)
+    assert not scratch[1].any()
+    inside = torch.tensor([191, 0, 130, 5], device="cuda")
+    got = decode.attend(qkv, cache[0], cache[1], inside, *scratch)
+    fresh = decode.attend_scratch(4, heads, size, capacity, cache.device)
+    assert torch.equal(got, decode.attend(qkv, cache[0], cache[1], inside, *fresh))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 def test_embed_and_argmax(dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(1)
-    tokens, positions = torch.randn(97, 48, generator=g).to(dtype), torch.randn(33, 48, generator=g).to(dtype)
+    of_tokens, of_positions = torch.randn(97, 48, generator=g).to(dtype), torch.randn(33, 48, generator=g).to(dtype)
     ids, positions = torch.tensor([0, 96, 5, 5]), torch.tensor([0, 32, 7, 8])
-    got = decode.embed(ids.cuda(), positions.cuda(), tokens.cuda(), positions.cuda())
-    assert torch.equal(got.cpu(), tokens[ids] + positions[positions])
+    got = decode.embed(ids.cuda(), positions.cuda(), of_tokens.cuda(), of_positions.cuda())
+    assert torch.equal(got.cpu(), of_tokens[ids] + of_positions[positions])
     for vocabulary, ld in ((1, 1), (7, 7), (50257, 50257), (50257, 50264), (1000, 1001), (8192, 8192)):
         logits = torch.randn(5, ld, generator=g).to(dtype)[:, :vocabulary]
         logits[1] = 0.25  # all alike: the first

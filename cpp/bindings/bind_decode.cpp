@@ -95,6 +95,7 @@ py::object attend_op(py::handle qkv_object, py::handle keys_object, py::handle v
   if (size < 8 || size > kMaxHeadSize || size % 8 != 0) {
     refuse<ValueError>("keys", "a head size of 8 to 128, a multiple of 8", "shape " + keys.shape_text());
   }
+  if (keys.size(2) < 1) refuse<ValueError>("keys", "room for one position at least", "shape " + keys.shape_text());
   expect_dtype(keys, {qkv.dtype});
   expect_dtype(values, {qkv.dtype});
   expect_tensor(keys, shape_of(keys), qkv);

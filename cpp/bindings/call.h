@@ -12,29 +12,27 @@ namespace octofuse {
 
 namespace py = pybind11;
 
-#define OCTOFUSE_LINEAR_FIELDS(X)                                                                                      \
-  X(x)                                                                                                                 \
-  X(w)                                                                                                                 \
-  X(x_scale) X(w_scale) X(bias) X(activation) X(residual) X(out_dtype) X(out_scale) X(engine) X(x_zero_point) X(w_sum) \
-      X(constant_weight)
+// clang-format off
+#define OCTOFUSE_LINEAR_FIELDS(X) \
+  X(x) X(w) X(x_scale) X(w_scale) X(bias) X(activation) X(residual) \
+  X(out_dtype) X(out_scale) X(engine) X(x_zero_point) X(w_sum) X(constant_weight)
 
-#define OCTOFUSE_ROW_LINEAR_FIELDS(X)                                                                             \
-  X(x)                                                                                                            \
-  X(w)                                                                                                            \
-  X(x_scale) X(w_scale) X(norm) X(norm_weight) X(norm_bias) X(eps) X(bias) X(activation) X(residual) X(out_dtype) \
-      X(out_scale) X(constant_weight)
+#define OCTOFUSE_ROW_LINEAR_FIELDS(X) \
+  X(x) X(w) X(x_scale) X(w_scale) X(norm) X(norm_weight) X(norm_bias) X(eps) X(bias) X(activation) X(residual) \
+  X(out_dtype) X(out_scale) X(constant_weight)
 
-#define OCTOFUSE_LOWBIT_FIELDS(X)                                                                                  \
-  X(x)                                                                                                             \
-  X(x_scale)                                                                                                       \
-  X(packed) X(scale) X(zero) X(offset) X(kind) X(bits) X(group) X(norm) X(norm_weight) X(norm_bias) X(eps) X(bias) \
-      X(activation) X(residual) X(out_scale) X(engine) X(constant_weight)
+#define OCTOFUSE_LOWBIT_FIELDS(X) \
+  X(x) X(x_scale) X(packed) X(scale) X(zero) X(offset) X(kind) X(bits) X(group) \
+  X(norm) X(norm_weight) X(norm_bias) X(eps) X(bias) X(activation) X(residual) \
+  X(out_scale) X(engine) X(constant_weight)
 
-#define OCTOFUSE_ROWS_FIELDS(X) X(x) X(op) X(residual) X(weight) X(bias) X(eps) X(activation) X(quantize) X(scale)
+#define OCTOFUSE_ROWS_FIELDS(X) \
+  X(x) X(op) X(residual) X(weight) X(bias) X(eps) X(activation) X(quantize) X(scale)
 
 #define OCTOFUSE_COL32_FIELDS(X) \
-  X(x)                           \
-  X(w) X(sizes) X(x_scale) X(w_scale) X(bias) X(activation) X(residual) X(out_dtype) X(out_scale) X(out_layout) X(size)
+  X(x) X(w) X(sizes) X(x_scale) X(w_scale) X(bias) X(activation) X(residual) \
+  X(out_dtype) X(out_scale) X(out_layout) X(size)
+// clang-format on
 
 #define OCTOFUSE_ONE(name) +1
 #define OCTOFUSE_MEMBER(name) py::handle name;

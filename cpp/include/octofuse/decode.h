@@ -15,7 +15,11 @@ constexpr int kAttendSplit = 128;
 
 // One new token of each sequence: its key and value go into the cache, and
 //   out[b, h] = sum_p softmax_p(q . keys[p] / sqrt(head_size)) * values[p],   p = 0 .. positions[b],
-// in fp32, rounded to `type`; with out_type int8 then quantised by `scale`.
+// in fp32, rounded to `type`; with out_type int8 then quantised by `scale`. A position outside of the cache leaves its
+// sequence's output and cache as they were.
+//
+// In a captured graph the cache and `positions` are read before earlier kernels have finished: what writes them must
+// come before an embed(), or before a kernel that is launched without overlap.
 struct AttendArgs {
   int batch = 0, heads = 0, head_size = 0, capacity = 0;
   DType type = DType::kFloat16;  // fp16 or bf16

@@ -35,7 +35,7 @@ struct LowbitProblem {
   const char* unserved = nullptr;  // why no kernel at all can take it, if that is known already
 };
 
-// gemv_binary: one token, codes of up to 3 bits, or planes. gemv_int8: up to 4 tokens. gemm: any number, compute
+// gemv_binary: one token, codes of up to 3 bits or up to 4 planes. gemv_int8: up to 4 tokens. gemm: more, compute
 // capability 9.0. dequantized: the weight is written to memory in x's dtype for this call, and torch multiplies it.
 enum class LowbitEngine : int8_t { kGemvBinary, kGemvInt8, kGemm, kDequantized };
 

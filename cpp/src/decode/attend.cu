@@ -34,8 +34,8 @@ struct Partial {
   float highest, weight, value;
 };
 
-// The factor by which a partial softmax is rescaled to a common highest score. One over no positions counts for
-// nothing: its highest score is -inf, and exp2f(-inf - -inf) would be NaN.
+// The factor that rescales a partial softmax to a common highest score. It is 0 for one over no positions, whose
+// highest score is -inf: exp2f(-inf - -inf) would be NaN.
 __device__ inline float rescale(float highest, float common) {
   return highest == -INFINITY ? 0.0F : exp2f(highest - common);
 }
@@ -198,7 +198,7 @@ __device__ bool arrive(const AttendArgs& args, int64_t of_head, int split, int s
 template <class T, int kLanes>
 __global__ void __launch_bounds__(kThreads, kLanes == 8 ? 3 : 2)
     attend_kernel(const __grid_constant__ AttendArgs args) {
-  __shared__ alignas(16) float highest[kWarps];  // this and the next two: of each warp
+  __shared__ alignas(16) float highest[kWarps];  // in all three: an entry for each warp
   __shared__ alignas(16) float weights[kWarps];
   __shared__ float values[kWarps][kLanes * kPack];
   const int thread = static_cast<int>(threadIdx.x);
@@ -214,7 +214,11 @@ __global__ void __launch_bounds__(kThreads, kLanes == 8 ? 3 : 2)
   // `positions`. The kernel that writes these (argmax) is followed by embed, which lets its successors start only after
   // its own wait; so they are complete here.
   Positions<T, kLanes> positions;
-  positions.newest = static_cast<int>(args.positions[sequence]);
+  const int64_t newest = args.positions[sequence];
+  // Outside of the cache: the caller's mistake, which must neither write another head's keys nor leave `arrivals` half
+  // counted. A kernel of a chain ends only after its own wait.
+  if (newest < 0 || newest >= args.capacity) return wait_for_predecessors();
+  positions.newest = static_cast<int>(newest);
   if (split * kAttendSplit > positions.newest) return;  // behind the sequence's end
   positions.first = split * kAttendSplit + warp * positions.kAtOnce + lane / kLanes;
   positions.cache = of_head * args.capacity * args.head_size + column;
@@ -293,7 +297,7 @@ int64_t attend_partials(int64_t batch, int64_t heads, int64_t head_size, int64_t
 }
 
 void attend(const AttendArgs& args, int device, Stream stream) {
-  if (args.batch == 0) return;
+  if (args.batch == 0 || args.heads == 0) return;
   const DeviceGuard guard(device);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const dim3 grid(static_cast<unsigned>((args.capacity + kAttendSplit - 1) / kAttendSplit),

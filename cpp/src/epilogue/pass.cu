@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kBlock = 256;  // threads
 constexpr int kSize = 8;     // columns of a thread
-constexpr int kRows = 2;     // that a thread reads before it computes: acc[0] is finished, then the other
+constexpr int kRows = 2;     // that a thread loads together: acc[0] is finished, then acc[1] takes its place
 constexpr int64_t kMaxBlocks = 65535;
 
 template <class Q>
@@ -137,7 +137,7 @@ void pad(const Rows& source, void* out, int64_t padded, cudaStream_t stream) {
   pad_kernel<From, To><<<blocks, kBlock, 0, stream>>>(source, static_cast<To*>(out), padded);
 }
 
-// Whether every 8 elements of a row can be accessed 16 bytes at a time.
+// Whether every 8 elements of a row are aligned for one access of 16 bytes, or of 8 for int8.
 bool is_wide(const void* data, int64_t ld, int64_t cols, DType type) {
   return cols % kSize == 0 && is_vectorizable(data, ld, type, kSize);
 }

@@ -16,7 +16,6 @@ struct DequantizeArgs {
   int k;
   uint16_t* out;  // [n, k]
   bool wide;      // 8 columns can be stored at once
-  int planes;
 };
 
 // Code `column` of the 8 that this lane has of channel lane / 4 + 8 * row, as a number that scales multiply.
@@ -32,7 +31,7 @@ __device__ void values_of_step(const DequantizeArgs& args, const char* tile, int
                                int lane, float (&values)[2][8]) {
   using Code = Codes<kFormat, kBits>;
   const Weight& w = args.w;
-  const int planes = Code::kPlanes ? args.planes : 1;
+  const int planes = w.planes;
 #pragma unroll 1
   for (int plane = 0; plane < planes; ++plane) {
     uint32_t words[Code::kWords];
@@ -84,7 +83,7 @@ __global__ void __launch_bounds__(32 * kWarps) dequantize_kernel(const __grid_co
   const int row_tile = static_cast<int>(tile / w.k_blocks);
   const int k_block = static_cast<int>(tile % w.k_blocks);
   if (row_tile * kTileRows >= w.n) return;
-  const int bytes = Codes<kFormat, kBits>::kBytes * (kFormat == LowbitFormat::kPlanes ? args.planes : 1);
+  const int bytes = Codes<kFormat, kBits>::kBytes * w.planes;
 #pragma unroll 1
   for (int step = 0; step < kSteps; ++step) {
     const int group = min(w.groups.of(k_block, step * w.groups.segments / kSteps), w.last);
@@ -128,8 +127,7 @@ void launch(const DequantizeArgs& args, cudaStream_t stream) {
 void lowbit_dequantize(const LowbitArgs& given, void* w, int device, Stream stream) {
   const DeviceGuard guard(device);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const lowbit::DequantizeArgs args{lowbit::Weight(given), given.k, static_cast<uint16_t*>(w), given.k % 8 == 0,
-                                    given.bits};
+  const lowbit::DequantizeArgs args{lowbit::Weight(given), given.k, static_cast<uint16_t*>(w), given.k % 8 == 0};
   lowbit::with_format(given, [&](auto format) {
     using Format = decltype(format);
     lowbit::launch<Format::kFormat, Format::kBits>(args, cuda_stream);

@@ -1,32 +1,33 @@
-// More than 4 tokens against low-bit weights on sm_90a: out[tokens, channels] = x * w^T, where w is dequantised on its
-// way into the tensor cores. A block has 64, 128 or 192 channels and 32, 64 or 128 tokens (shape.h), and one SM for
-// itself.
+// More than 4 tokens against low-bit weights on sm_90a: out[tokens, channels] = x * w^T. Weights cross memory as codes
+// and become fp16 or bf16 in the registers of the threads that multiply them; tokens are fp16 or bf16 already.
 //
-//            global memory                        shared memory: a ring of stages            registers
-//   codes, scales, zero points  --TMA-->  | codes   [row tile][lane's words]      |  --->  words of one lane
-//                                         | scales  [group, plane][channel]       |  --->  dequantised to fp16 or bf16:
-//                                         | zeros   [group][channel]              |        wgmma's first operand, 64 x
-//                                         16
-//   tokens                      --TMA-->  | tokens  [2 halves][token][64 columns] |  --->  wgmma's second operand
-//                                                                                          sums: 64 channels x tokens,
-//                                                                                          fp32
+// Words. Row tile: 16 output channels. k-block: 128 columns of K. Stage: the shared memory of one k-block; a ring is
+// several stages used in turn. K slice: a run of neighbouring k-blocks. Cluster: `split` blocks with the same outputs,
+// which divide the K slices. "Group" is two things: in kGroups, KRange and RingPosition a team of consumer warpgroups
+// with a ring of its own; in Groups and `segments` the columns that share a scale.
+//
+//   global memory         shared memory: one stage                  registers of a consumer warpgroup
+//   tokens        --TMA-> [half k-block][token][64 columns] ------> (wgmma reads its second operand where it lies)
+//   codes         --TMA-> [row tile][plane][lane's words]   --+
+//   scales        --TMA-> [segment][plane][channel]         --+---> weights, 16 bits: wgmma's first operand
+//   zero points   --TMA-> [segment][channel]                --+     sums, fp32: 64 channels x the block's tokens
+//                                                                     |
+//                         when K is done, in the rings' place:        |
+//   out   <-- formula --  float [group][token][channel]  <------------+
 //
 // Who does what:
-//   4 producer warps     (gemm_producer.cuh) one lane each copies weights, tokens, or both, k-block by k-block,
-//   whenever a
-//                        consumer has given a stage back (an mbarrier `empty`, and `full` for the other way).
-//   consumer warpgroups  (gemm_consumer.cuh) 64 channels each. Each thread reads the codes of its own operand elements
-//   from
-//                        the stage, dequantises half a k-block into registers and starts wgmmas on it; meanwhile it
-//                        dequantises the other half. Where there are more warpgroups than the channels need they form
-//                        groups that share K, each with a ring of its own; where there are fewer than K has slices (the
-//                        sums of 128 tokens take too many registers) a group takes two slices, one after the other.
-//   then all consumers   leave their sums in the rings' place, [token][channel]. The groups' sums are added there, then
-//                        those of the blocks of a cluster, which share K too, and each block finishes some of the
-//                        tokens.
+//   4 producer warps     (gemm_producer.cuh) one lane of each issues copies. With 4 groups a warp copies all that one
+//                        group reads; with 2, two warps copy weights and two tokens; with 1, one each, two are idle.
+//   barriers             full[stage]: its bytes have arrived. empty[stage]: the consumers have read it.
+//   consumer warpgroups  (gemm_consumer.cuh) 64 channels each: read the codes, dequantise half a k-block into
+//                        registers, start wgmmas on it, and meanwhile dequantise the other half. More warpgroups than
+//                        the channels need form groups that divide K. With fewer groups than slices (the sums of 128
+//                        tokens take the registers of twice the threads) a group takes two, one after the other.
+//   then all consumers   leave their sums in the rings' place, add those of the groups, then through distributed shared
+//                        memory those of the cluster's blocks. Each block finishes every split-th token.
 //
-// How K is cut depends on N and K alone, and so does the order in which the slices are added: a token's bits do not
-// depend on the others.
+// How K is cut depends on N, K and the kind of weight alone (GemmShape), and slices are added as a fixed tree: a
+// token's bits depend neither on the other tokens nor on their number.
 //
 // Measured on an H200 and left out: int8 products of both bytes of a token, as for few tokens (their sums have to be
 // scaled for every k-block: twice as long at 64 tokens); two blocks an SM.
@@ -159,7 +160,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_
   // The compiler knows this condition to be the same for a warp, and keeps descriptors in uniform registers.
   const bool is_producer = wgmma::warpgroup_of(thread) == Traits::kConsumers / 128;
   const int warp = thread / 32 - Traits::kConsumers / 32;
-  // Of the four producer warps: with four groups each copies all of one, with fewer either its weights or its tokens.
+  // The four producer warps: with four groups warp i copies all of group i; with two, warps 0 and 1 copy weights, 2 and
+  // 3 tokens; with one, warp 0 weights, warp 1 tokens. Consumers compute these three as well, and do not use them.
   const Producer<Traits> producer(args, barriers, ring, warp & (Traits::kGroups - 1));
   const bool copies_weights = warp < Traits::kGroups;
   const bool copies_tokens = Traits::kGroups == 4 || warp / Traits::kGroups == 1;
@@ -172,15 +174,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_
   }
   __syncthreads();
   launch_dependents();
-  // Registers move from producers to consumers where a consumer's sums need them. Once both have met again ptxas keeps
-  // to the fewer: so sums are written out before that.
+  // For 128 tokens producers hand registers to the consumers, whose sums need more than an equal share. Behind the
+  // point where both roles meet again ptxas allocates for the smaller number: so the sums leave registers before it.
   if (is_producer) {
     if constexpr (Traits::kTokens > 64) cutlass::arch::warpgroup_reg_dealloc<56>();
     if (thread % 32 == 0 && (copies_weights || copies_tokens)) producer.run(copies_weights, copies_tokens);
   } else {
     if constexpr (Traits::kTokens > 64) cutlass::arch::warpgroup_reg_alloc<Traits::kConsumers == 256 ? 224 : 152>();
     multiply_slices<Traits>(args, ring, barriers);
-    wait_for_predecessors();  // a K slice may be empty, and then nothing has waited for its tokens
+    // finish() reads x_scale, bias and residual. A full barrier implies that producers have waited, but an empty K
+    // slice has none.
+    wait_for_predecessors();
   }
   __syncwarp();
   // Every thread of the blocks that share K meets here, in one place of the code: the sums are where the others look.

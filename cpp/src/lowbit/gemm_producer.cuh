@@ -22,9 +22,10 @@ using EmptyBarrier = cutlass::arch::ClusterBarrier;
 // A stage of the ring holds a k-block: both halves of the tokens, codes, scales [group, plane][channel], zeros
 // [group][channel]. Offsets in bytes.
 struct StageLayout {
-  int tile;  // bytes of a row tile's codes
-  int codes, scales, zeros, stage;
-  int stages;  // of a consumer group's ring
+  int tile;                  // bytes of a row tile's codes
+  int codes, scales, zeros;  // where they start; the tokens are at 0
+  int stage;                 // bytes of one
+  int stages;                // of a consumer group's ring
 };
 
 struct GemmArgs {
@@ -32,7 +33,7 @@ struct GemmArgs {
   Groups groups;
   int m, n, planes;
   int split;                        // blocks that share K
-  int slice_blocks, longer_slices;  // k-blocks of a K slice; the first so many slices have one more
+  int slice_blocks, longer_slices;  // k-blocks of a K slice; the first longer_slices have one more
   int tokens_read;                  // rows of x's box
   uint32_t base;                    // Dequantizer's
   bool has_zeros, constant_weight, chained;
@@ -70,8 +71,8 @@ struct Barriers {
   EmptyBarrier empty[kMostStages];
 };
 
-// The first token of a block. The last block's tokens may be another's too, which writes the same bits: rows that do
-// not exist would cost the copy engine more than rows that do.
+// The first token of a block. The last block starts early enough to be full, so it may repeat tokens of the one before,
+// and both write the same bits: TMA takes longer over rows outside x than over rows that exist.
 template <class Traits>
 __device__ int first_token(const GemmArgs& args) {
   return max(0, min(static_cast<int>(blockIdx.z) * Traits::kTokens, args.m - Traits::kTokens));
@@ -164,7 +165,7 @@ class Producer {
       for (int k_block = range_.first; k_block < ahead(); ++k_block) copy_tokens(k_block, slot++);
     }
     slot = first_slot_;
-    uint32_t phase = 0;  // of the round before
+    uint32_t phase = 0;  // of the round in which the stage was last filled
 #pragma unroll 1
     for (int k_block = range_.first + stages_; k_block < range_.end; ++k_block) {
       barriers_.empty[slot].wait(phase);

@@ -61,26 +61,32 @@ struct GemvKernel {
   const void* function;
   DeviceFlags* raised;
   int row_tiles, stage_bytes, blocks_of_stage;
-  int deep, shallow;  // stages of a warp where they fit, and where they do not
+  int deep, shallow;           // stages of a warp where they fit, and where they do not
+  bool shallow_for_one_stage;  // even where they fit: see leaves_room
 
   bool fits(const GemvArgs& args) const { return layout_of(args, shallow).bytes <= args.room; }
 
   void launch(const char* name, GemvArgs args, int device, cudaStream_t stream) const {
     allow_shared_memory(function, args.room, device, *raised);
-    const bool goes_deep = stages_of_work(args) > 1 && layout_of(args, deep).bytes <= args.room;
+    const bool goes_deep = !leaves_room(args) && layout_of(args, deep).bytes <= args.room;
     args.stages = goes_deep ? deep : shallow;
     args.layout = layout_of(args, args.stages);
-    const int blocks = std::min((args.row_tiles + row_tiles - 1) / row_tiles, args.sm_count);
-    launch_kernel(name, function, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), args.layout.bytes, dim3(1),
+    launch_kernel(name, function, dim3(static_cast<unsigned>(blocks(args))), dim3(kThreads), args.layout.bytes, dim3(1),
                   args.chained, &args, stream);
   }
 
  private:
-  // That a warp fills in all. Where it is one, a deeper ring would only keep the next kernel's block from the SM: a
-  // step of the GPT-2 XL with 4 bits takes 938 us with shallow rings there and 971 with deep ones (H200, batch 1).
-  int stages_of_work(const GemvArgs& args) const {
+  int blocks(const GemvArgs& args) const {
+    return std::min((args.row_tiles + row_tiles - 1) / row_tiles, args.sm_count);
+  }
+
+  // Where a warp fills one stage in all and most SMs have a block, a deeper ring would only keep the next kernel's
+  // blocks from them: a step of the GPT-2 XL with 4 bits takes 938 us with shallow rings there and 971 with deep ones
+  // (H200, batch 1). With fewer blocks the next kernel finds free SMs, and a deep ring is as good or better.
+  bool leaves_room(const GemvArgs& args) const {
     const int64_t units = ceil_div(args.row_tiles, int64_t{row_tiles} * args.sm_count);
-    return static_cast<int>(units * ceil_div(args.w.k_blocks, int64_t{kSlices} * blocks_of_stage));
+    const int64_t stages_of_work = units * ceil_div(args.w.k_blocks, int64_t{kSlices} * blocks_of_stage);
+    return shallow_for_one_stage && stages_of_work == 1 && 3 * blocks(args) > 2 * args.sm_count;
   }
 
   SharedLayout layout_of(const GemvArgs& args, int stages) const {
@@ -93,7 +99,7 @@ template <class Traits>
 GemvKernel gemv_of(void (*kernel)(GemvArgs)) {
   static DeviceFlags raised;
   return {reinterpret_cast<const void*>(kernel),  &raised,       Traits::kRowTiles, Traits::kBytes,
-          Traits::kBytes / Traits::Stage::kBytes, Traits::kDeep, kShallowStages};
+          Traits::kBytes / Traits::Stage::kBytes, Traits::kDeep, kShallowStages,    Traits::kShallowForOneStage};
 }
 
 #ifdef __CUDACC__
@@ -102,8 +108,8 @@ GemvKernel gemv_of(void (*kernel)(GemvArgs)) {
 // in uniform registers, and loops are 4 to 8 % shorter.
 __device__ inline int this_warp() { return __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x / 32), 0); }
 
-// Waits until all but `kBut` fewer groups of copies than there are stages have arrived. The number is an immediate, so
-// there is an instruction for each of the two depths of a ring.
+// Waits until at most stages - kBut of this thread's newest groups of copies are still on their way. cp.async takes
+// that number as an immediate: hence an instruction for each of the two depths that a ring can have.
 template <class Traits, int kBut>
 __device__ inline void wait_for_stages(int stages) {
   if (Traits::kDeep == kShallowStages || stages != Traits::kDeep) {

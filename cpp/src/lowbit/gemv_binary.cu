@@ -1,4 +1,4 @@
-// One token against codes of 1 to 3 bits, or planes of them, at the speed of their bytes, in products of single bits:
+// One token against codes of 1 to 3 bits, or up to 4 planes, at the speed of their bytes, in products of single bits:
 // mma.sync m16n8k128 counts the columns where a bit of a code and a bit of the token's integer are both set. It reads
 // the codes as they lie in memory, with nothing to unpack.
 //
@@ -34,6 +34,7 @@ struct Traits {
   static constexpr int kBytes = kBlocks * Stage::kBytes;                   // of a stage
   static constexpr int kMany = kRing / (kSlices * kBytes);
   static constexpr int kDeep = kMany < kShallowStages ? kShallowStages : kMany > 8 ? 8 : kMany;
+  static constexpr bool kShallowForOneStage = false;  // its deep ring is small
 };
 
 // ---- products ----

@@ -23,6 +23,7 @@ struct Traits {
   // Many bytes on their way keep memory busy while tokens are converted. Below 4 bits instructions bound the kernel,
   // and a deeper ring was slower.
   static constexpr int kDeep = stages_in((Stage::kTile < 1024 ? 112 : 160) << 10, kSlices* kBytes);
+  static constexpr bool kShallowForOneStage = true;
 };
 
 // The products of a k-block. x: this lane's 16 bytes of its token; scales_and_sums: of its token, one for each segment.

@@ -8,13 +8,14 @@
 
 namespace octofuse::lowbit {
 
-// One token against codes of up to 3 bits, and planes; the bits of gemv_int8.cu, sooner. norm: of the token, or none.
+// One token against uniform codes of up to 3 bits, or up to 4 planes: the same bits as run_gemv_int8, in less time.
+// norm: in front of the token, or none.
 void run_gemv_binary(const LowbitArgs& args, const NormArgs& norm, int device, cudaStream_t stream);
 
 // Up to 4 tokens.
 void run_gemv_int8(const LowbitArgs& args, const NormArgs& norm, int device, cudaStream_t stream);
 
-// sm_90a: any number of tokens, whose rows start at multiples of 16 bytes.
+// sm_90a: up to kMostGemmTokens, whose rows start at multiples of 16 bytes.
 void run_gemm(const LowbitArgs& args, int device, cudaStream_t stream);
 
 }  // namespace octofuse::lowbit

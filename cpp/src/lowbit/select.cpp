@@ -44,6 +44,7 @@ const char* why_not_gemm(const LowbitProblem& problem, const Capability& capabil
   if (capability.compute_capability != 90) return "needs compute capability 9.0 (wgmma)";
   if (!capability.kernels_sm90a) return "this build holds no sm_90a kernels";
   if (!problem.aligned) return "scale and zero must start at multiples of 16 bytes";
+  if (problem.m > lowbit::kMostGemmTokens) return "it takes up to 4194240 tokens (its grid)";
   // The rows of what TMA reads start at multiples of 16 bytes. A single row may have any length.
   const bool one_row = problem.format != LowbitFormat::kPlanes || problem.bits == 1;
   if (one_row && (problem.group == 0 || problem.group >= problem.k)) return nullptr;

@@ -102,8 +102,9 @@ constexpr int least_binary_gemv(const LowbitProblem& problem, int sm_count) {
 
 // ---- gemm.cu ----
 
-constexpr int kMostSplit = 4;          // blocks of a cluster
-constexpr int kFewChannels = 64 * 66;  // so that blocks of 64, two of which share K, fit an SM each
+constexpr int kMostSplit = 4;                             // blocks of a cluster
+constexpr int64_t kMostGemmTokens = int64_t{64} * 65535;  // a grid has no more blocks in z, of 64 tokens at least then
+constexpr int kFewChannels = 64 * 66;  // 66 tiles of 64 channels, two blocks each: one for each of 132 SMs
 
 // A block has so many tokens and output channels; so many blocks share K, a cluster. K has 4 slices a block of 64
 // channels, 2 of 128 and 1 of 192: how many there are in all depends on N and K alone, and so do a token's bits. Sizes

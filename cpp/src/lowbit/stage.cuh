@@ -32,9 +32,8 @@ struct Weight {
   int planes;  // 1 but for planes
   Groups groups;
   DType type;
-  int has_zeros;        // no bool: loops would have to unpack its byte
-  bool wide;            // 8 scales and 16 zero points can be copied at once
-  int64_t scale_pitch;  // bytes from group to group
+  int has_zeros;  // no bool: loops would have to unpack its byte
+  bool wide;      // 8 scales and 16 zero points can be copied at once
 
   explicit Weight(const LowbitArgs& args)
       : packed(reinterpret_cast<const char*>(args.packed)),
@@ -47,8 +46,7 @@ struct Weight {
         groups(args.group),
         type(args.type),
         has_zeros(args.zero != nullptr),
-        wide(args.n % 16 == 0 && is_aligned(scale) && is_aligned(zero)),
-        scale_pitch(int64_t{2} * args.n * planes) {}
+        wide(args.n % 16 == 0 && is_aligned(scale) && is_aligned(zero)) {}
 
 #ifdef __CUDACC__
   // The scales of a k-block's segment. The last k-block may have fewer groups than others: what stands in the place of

@@ -53,13 +53,16 @@ class Dequantizer {
   static constexpr bool kThroughFp32 = kType == DType::kBFloat16 && (Code::kWidth == 8 || Code::kSparse);
   static constexpr DType kIntegers = kThroughFp32 ? DType::kFloat16 : kType;
   static constexpr bool kIsHalf = kIntegers == DType::kFloat16;
-  static constexpr int kMiddle =
-      Code::kSparse ? 128 : (Code::kTwiceMiddle + 1) / 2;                          // sparse: 128 more than twice them
-  static constexpr bool kHasHalf = !Code::kSparse && Code::kTwiceMiddle % 2 == 1;  // the middle is half below that
+  // The code that is subtracted as an integer. Sparse codes are twice their value, plus 128: weights() flips their
+  // sign.
+  static constexpr int kMiddle = Code::kSparse ? 128 : (Code::kTwiceMiddle + 1) / 2;
+  // The middle is x.5: kMiddle rounds it up, and addend_ gives half a scale back.
+  static constexpr bool kHasHalf = !Code::kSparse && Code::kTwiceMiddle % 2 == 1;
   uint32_t base_, addend_factor_ = 0;
   uint32_t offset_[2], zero_[2], scale_[2], addend_[2];
 
  public:
+  // The bits of 1024 (fp16) or of 128 (bf16), twice.
   static constexpr uint32_t kBase = kIsHalf ? 0x64006400U : 0x43004300U;
   // Codes of 4 bits are joined where they lie: those of channel 1 are 16 times too large, and an fma undoes that.
   static constexpr bool kNibbles = kType == DType::kFloat16 && Code::kWidth == 4 && !Code::kSparse;
@@ -101,6 +104,7 @@ class Dequantizer {
     for (int i = 0; i < 2; ++i) {
       const uint32_t shifted = i == 0 ? word : word >> 8;
       a[2 * i] = scaled(0, subtract_pairs<kType>((shifted & 0x000F000FU) | base_, offset_[0]));
+      // The high nibble joined to 1024 reads 1024 + 16 * code: times 1/16 (0x2C00), less 64 (0xD400), that is the code.
       a[2 * i + 1] = scaled(1, fma_pairs<kType>((shifted & 0x00F000F0U) | base_, 0x2C002C00U, offset_[1]));
     }
   }
@@ -108,12 +112,14 @@ class Dequantizer {
   // The weights of bytes 0 and 2, and those of bytes 1 and 3.
   __device__ void weights(int channel, uint32_t codes, uint32_t& even, uint32_t& odd) const {
     if constexpr (Code::kSparse) codes ^= 0x80808080U;
+    // Bytes 0 and 2 of the codes, or 1 and 3, each below the high byte of a half of base_.
     even = weight(channel, __byte_perm(codes, base_, 0x7270));
     odd = weight(channel, __byte_perm(codes, base_, 0x7371));
   }
 
  private:
-  // By how much a joined code is too large, and the offset that stands for the code 0.
+  // By how much a joined code is too large, and the offset that stands for the code 0: what `sub` takes away (kBase),
+  // or what an fma adds (-64; one more in the code is 16 more in these bits).
   static constexpr int factor(int channel) { return kNibbles && channel == 1 ? 16 : 1; }
   static constexpr uint32_t first_offset(int channel) { return factor(channel) == 1 ? kBase : 0xD400D400U; }
 

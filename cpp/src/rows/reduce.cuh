@@ -2,7 +2,7 @@
 //
 // The order of every sum depends on the row's length alone, never on how threads share the row: 8 consecutive elements
 // (a pack) are added as a tree, 32 packs (a group) as a tree, lane l of 32 adds groups l, l + 32, ... in order, and the
-// lanes are added as a tree. So all kernels, and the CPU (testing/reference.py), give the same bits.
+// lanes are added as a tree. So all kernels, and the CPU (octofuse/reference.py), give the same bits.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -24,9 +24,9 @@ _NAMES: Names = BLOCKS["gpt2"].names  # type: ignore[assignment]
 def fuse_(model: nn.Module) -> nn.Module:
     """Run the blocks of a GPT2LMHeadModel that quantize_ has changed fused, in place; returns it.
 
-    Modules, their names and the state dict stay as they are; `unfuse_` goes back. Layers left in floating point run as
-    before. Training code paths are refused by name when they are reached. Raises ValueError for other models, for one that
-    is not quantised, and for one in training.
+    Modules, their names and the state dict stay as they are; `unfuse_` goes back. Hooks on attention are called as before;
+    norms and quantised linears run by their tensors, so hooks on them are not. Training code paths are refused by name when
+    they are reached. Raises ValueError for other models, for one that is not quantised, and for one in training.
     """
     check_decoder(model)
     if not any(isinstance(module, QUANTISED) for module in model.modules()):

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from octofuse.nn.linear import Int8Linear, weight_of
-from octofuse.nn.norm import Norm
+from octofuse.nn.norm import Norm, check_is_norm
 from octofuse.nn.weight_only import PackedLinear
 from octofuse.ops import quantize_per_tensor
-from octofuse.ops.activations import ACTIVATIONS
+from octofuse.ops.activations import activation_named
 
 
 class FloatingLinear:
@@ -39,10 +39,30 @@ class FloatingLinear:
         residual: Tensor | None = None,
         out_scale: Tensor | None = None,
     ) -> Tensor:
-        """act(norm(x) @ weight^T + bias) + residual; with out_scale quantised by it."""
-        y = self.multiply(x if norm is None else norm(x))
-        y = y if activation is None else ACTIVATIONS[activation](y)
-        y = y if residual is None else y + residual
+        """act(norm(x) @ weight^T + bias) + residual.
+
+        Args:
+            x: `[..., K]` in the layer's dtype.
+            norm: in front.
+            activation: None, "relu", "gelu", "gelu_tanh" or "silu".
+            residual: floating point `[..., N]`.
+            out_scale: fp32 `[]`: int8 output, for a layer that has it as its input_scale.
+
+        Returns:
+            `[..., N]` in x's dtype; int8 with out_scale.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+        """
+        activate = activation_named(activation)
+        if not x.is_floating_point():
+            raise TypeError(f"x: expected floating point, got dtype {x.dtype}")
+        check_is_norm(norm)
+        y = activate(self.multiply(x if norm is None else norm(x)))
+        if residual is not None:
+            if residual.shape != y.shape:
+                raise ValueError(f"residual: expected shape {list(y.shape)}, got {list(residual.shape)}")
+            y = (y + residual).to(y.dtype)
         return y if out_scale is None else quantize_per_tensor(y, out_scale)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from octofuse.nn.norm import Norm
+from octofuse.nn.norm import Norm, in_front
 from octofuse.ops import i8f16_linear, quantize_per_tensor, quantize_per_token, quantized_linear
 from octofuse.quant.affine import Scheme, quantize_weight, tensor_scale
 
@@ -102,14 +102,17 @@ class Int8Linear(nn.Module):
             x: floating point `[..., K]`, dense in K; or int8, which the layer before has written with this one's
                 input_scale.
             norm: in front; on the CPU a pass of its own.
-            residual: `[..., N]`.
+            activation: None, "relu", "gelu", "gelu_tanh" or "silu"; the layer's own, and its engine, belong to forward().
+            residual: floating point `[..., N]`.
             out_scale: fp32 `[]`: int8 output, for a layer that has it as its input_scale.
 
         Returns:
-            `[..., N]` in x's dtype; for int8 x in the residual's, else the bias's.
+            `[..., N]` in x's dtype; for int8 x in the residual's, else the bias's, else fp16; int8 with out_scale.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
         """
-        if norm is not None and not x.is_cuda:
-            x, norm = norm(x), None
+        x, options = in_front(norm, x)
         out_dtype = x.dtype
         if out_dtype == torch.int8:
             like = residual if residual is not None else self.bias
@@ -117,7 +120,7 @@ class Int8Linear(nn.Module):
         return quantized_linear(
             x, self.weight, self.weight_scale, self.bias, x_scale=self.input_scale, activation=activation,
             residual=residual, out_dtype=out_dtype, out_scale=out_scale, constant_weight=True,
-            **({} if norm is None else norm.options()),
+            **options,
         )  # fmt: skip
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]

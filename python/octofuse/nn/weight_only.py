@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.nn.linear import weight_of
-from octofuse.nn.norm import Norm
+from octofuse.nn.norm import Norm, in_front
 from octofuse.ops.lowbit import bcq_linear, dequantize_lowbit, sparse12_linear, woq_linear
 from octofuse.quant import WeightOnly, bcq, gptq, grid, sparse
 from octofuse.quant.packing import pack, pack_pairs, packed_rows, packed_words
@@ -102,16 +102,20 @@ class PackedLinear(nn.Module):
         Args:
             x: floating point `[..., K]`.
             norm: in front; on the CPU a pass of its own.
-            residual: `[..., N]`.
+            activation: None, "relu", "gelu", "gelu_tanh" or "silu".
+            residual: floating point `[..., N]`.
             out_scale: fp32 `[]`: int8 output, for a layer that has it as its input_scale.
 
         Returns:
-            `[..., N]` in x's dtype.
+            `[..., N]` in x's dtype; int8 with out_scale.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
         """
-        x = _dense(x)
-        if norm is not None and not x.is_cuda:
-            x, norm = norm(x), None
-        options = {} if norm is None else norm.options()
+        # The packing knows K only up to a multiple of 128.
+        if x.shape[-1:] != (self.in_features,):
+            raise ValueError(f"x: expected shape [..., {self.in_features}], got {list(x.shape)}")
+        x, options = in_front(norm, _dense(x))
         return self._multiply(
             x, activation=activation, residual=residual, out_scale=out_scale, constant_weight=True, **options
         )  # fmt: skip

@@ -6,7 +6,6 @@ those of cpp/bindings/call.h; a test compares both.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -133,15 +132,26 @@ TYPES = {
 }
 
 
-@functools.cache
-def kinds_of(call: Any) -> tuple[tuple[str, str], ...]:
-    """(field, annotation as it is written) of a struct; NamedTuple keeps them as forward references."""
-    return tuple((name, getattr(kind, "__forward_arg__", kind)) for name, kind in call.__annotations__.items())
+# The ops, and their arguments.
+CALLS: dict[str, Any] = {
+    "linear": LinearCall,
+    "quantized_linear": RowLinearCall,
+    "lowbit_linear": LowbitCall,
+    "rows": RowsCall,
+    "linear_col32": Col32Call,
+}
+
+# (field, annotation as it is written) of each; NamedTuple keeps annotations as forward references. Listed here because
+# torch.compile cannot read them.
+KINDS = {
+    op: tuple((field, getattr(kind, "__forward_arg__", kind)) for field, kind in call.__annotations__.items())
+    for op, call in CALLS.items()
+}
 
 
-def schema_of(call: Any) -> str:
-    """A call's fields as torch.library declares arguments."""
-    return ", ".join(f"{TYPES[kind]} {name}" for name, kind in kinds_of(call))
+def schema_of(op: str) -> str:
+    """An op's arguments as torch.library declares them."""
+    return ", ".join(f"{TYPES[kind]} {field}" for field, kind in KINDS[op])
 
 
 def run(op: str, name: str, call: Any, direct: Callable[..., Any], out: Tensor | None = None) -> Any:
@@ -156,8 +166,7 @@ def run(op: str, name: str, call: Any, direct: Callable[..., Any], out: Tensor |
         return direct(call, *more)
     # Tracing detaches what it records, so a lost gradient has to be refused here as well.
     refuse_gradients(name, **call._asdict(), out=out)
-    kinds = zip(kinds_of(call.__class__), call, strict=True)
-    seen = [_as_seen(field, kind, value, call.x) for (field, kind), value in kinds]
+    seen = [_as_seen(field, kind, value, call.x) for (field, kind), value in zip(KINDS[op], call, strict=True)]
     if out is None:
         return getattr(torch.ops.octofuse, op)(*seen)
     getattr(torch.ops.octofuse, op + "_out")(*seen, out=out)

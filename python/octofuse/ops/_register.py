@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octofuse.ops._calls import Col32Call, LinearCall, LowbitCall, RowLinearCall, RowsCall, schema_of
+from octofuse.ops._calls import CALLS, Col32Call, LinearCall, LowbitCall, RowLinearCall, RowsCall, schema_of
 
 _LIBRARY = torch.library.Library("octofuse", "DEF")
 
-# What an op returns, and the struct of its arguments or, where these are few, their declaration.
-SCHEMAS: dict[str, tuple[Any, str]] = {
-    "linear": (LinearCall, "Tensor"),
-    "quantized_linear": (RowLinearCall, "Tensor"),
-    "lowbit_linear": (LowbitCall, "Tensor"),
-    "rows": (RowsCall, "Tensor[]"),
-    "linear_col32": (Col32Call, "Tensor"),
+# An op's arguments and what it returns, as torch.library declares them.
+SCHEMAS: dict[str, tuple[str, str]] = {
+    "linear": (schema_of("linear"), "Tensor"),
+    "quantized_linear": (schema_of("quantized_linear"), "Tensor"),
+    "lowbit_linear": (schema_of("lowbit_linear"), "Tensor"),
+    "rows": (schema_of("rows"), "Tensor[]"),
+    "linear_col32": (schema_of("linear_col32"), "Tensor"),
     "i8i32_matmul": ("Tensor x, Tensor w, str engine", "Tensor"),
     "i8i8_matmul": ("Tensor x, Tensor w, float alpha, str engine", "Tensor"),
     "quantize_per_tensor": ("Tensor x, Tensor scale", "Tensor"),
@@ -156,15 +156,13 @@ def register(implementations: dict[str, Callable[..., Any]], cuda_only: Collecti
     """Define each op, and <op>_out where there is one, and give both devices its one implementation."""
     for name, (arguments, returned) in SCHEMAS.items():
         function, fake = implementations[name], _FAKES[name]
-        declared = arguments
-        if not isinstance(arguments, str):
-            declared = schema_of(arguments)
-            function, fake = _unpacked(function, arguments), _unpacked(fake, arguments)
+        if name in CALLS:
+            function, fake = _unpacked(function, CALLS[name]), _unpacked(fake, CALLS[name])
         keys = ("CUDA",) if name in cuda_only else ("CPU", "CUDA")
-        _define(name, f"({declared}) -> {returned}", function, fake, keys)
+        _define(name, f"({arguments}) -> {returned}", function, fake, keys)
         if name in WITH_OUT:
             into = _returning_nothing(function)
-            _define(name + "_out", f"({declared}, *, Tensor(a!) out) -> ()", into, _fake_out, keys)
+            _define(name + "_out", f"({arguments}, *, Tensor(a!) out) -> ()", into, _fake_out, keys)
 
 
 def _define(name: str, schema: str, function: Any, fake: Any, keys: Collection[str]) -> None:

@@ -14,3 +14,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda y: gelu(y, approximate="tanh"),
     "silu": silu,
 }
+
+
+def activation_named(name: str | None) -> Callable[[Tensor], Tensor]:
+    """The function, which for None changes nothing. Raises ValueError for other names."""
+    if name is None:
+        return lambda y: y
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"activation: expected None, {known}, got {name!r}")
+    return ACTIVATIONS[name]

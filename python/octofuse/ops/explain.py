@@ -13,6 +13,7 @@ from octofuse import _C
 from octofuse.ops import cpu, lowbit
 from octofuse.ops._calls import LowbitCall
 from octofuse.ops._guard import dtype_name
+from octofuse.ops.activations import activation_named
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def engines(device: torch.device | str = "cuda") -> tuple[str, ...]:
     return cpu.ENGINES if torch.device(device).type == "cpu" else tuple(_C.candidates())
 
 
-def explain(x: Any, *arguments: Any, **options: Any) -> Explanation:
+def explain(*arguments: Any, **options: Any) -> Explanation:
     """What a call would run; nothing is launched.
 
         explain(x, w, out_dtype=torch.float16, activation=None, engine="auto")  # int8 x and w: the int8 linears
@@ -52,27 +53,37 @@ def explain(x: Any, *arguments: Any, **options: Any) -> Explanation:
     Raises TypeError for another function, ValueError if no engine, or not the one asked for, can serve the call; and what
     the call itself raises for wrong arguments.
     """
-    if isinstance(x, Tensor):
-        return _explain_int8(x, *arguments, **options)
-    if x not in _KINDS:
+    function = arguments[0] if arguments else None
+    if not callable(function):
+        return _explain_int8(**_bound(_explain_int8, arguments, options))
+    if function not in _KINDS:
         known = ", ".join(function.__name__ for function in _KINDS)
-        raise TypeError(f"x: expected an int8 tensor, or one of {known}, got {x!r}")
-    call = _call_of(x, *arguments, **options)
+        raise TypeError(f"x: expected an int8 tensor, or one of {known}, got {function!r}")
+    call = _call_of(function, arguments[1:], options)
     lowbit.check_call(call)
     return _explanation(_C.lowbit_explain(call))
 
 
+_OUTPUTS = (torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int32)
 _KINDS = {lowbit.woq_linear: "uniform", lowbit.bcq_linear: "planes", lowbit.sparse12_linear: "sparse12"}
 
 
-def _call_of(function: Any, *arguments: Any, **options: Any) -> LowbitCall:
-    """The struct that the function would hand on."""
-    bound = inspect.signature(function).bind(*arguments, **options)
+def _bound(function: Any, arguments: Any, options: Any) -> dict[str, Any]:
+    """Arguments by name, with defaults."""
+    try:
+        bound = inspect.signature(function).bind(*arguments, **options)
+    except TypeError as error:
+        raise TypeError(f"explain: {error}") from None
     bound.apply_defaults()
-    given = {"zero": None, "offset": None, "bits": 8} | bound.arguments
+    return bound.arguments
+
+
+def _call_of(function: Any, arguments: Any, options: Any) -> LowbitCall:
+    """The struct that the function would hand on."""
+    given = {"zero": None, "offset": None, "bits": 8} | _bound(function, arguments, options)
     if "alpha" in given:
+        given["bits"] = lowbit.planes_of(given["alpha"])
         given["scale"] = given.pop("alpha")
-        given["bits"] = given["scale"].shape[1]
     return LowbitCall(kind=_KINDS[function], **given)
 
 
@@ -89,6 +100,8 @@ def _explain_int8(
     activation: str | None = None,
     engine: str = "auto",
 ) -> Explanation:
+    _check_int8(x, w, out_dtype)
+    activation_named(activation)
     m, n, k = x.numel() // max(1, x.shape[-1]), w.shape[0], w.shape[1]
     double = out_dtype == torch.float32 and activation not in (None, "relu")
     if x.is_cuda:
@@ -101,6 +114,17 @@ def _explain_int8(
         declined = (("onednn", reason),)
     why = "asked for by name" if engine != "auto" else "first that can serve"
     return Explanation(name, why, declined, name)
+
+
+def _check_int8(x: Tensor, w: Tensor, out_dtype: torch.dtype) -> None:
+    for name, tensor in (("x", x), ("w", w)):
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.int8:
+            got = f"dtype {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{name}: expected an int8 tensor, got {got}")
+    if x.dim() < 1 or w.dim() != 2 or w.shape[1] != x.shape[-1]:
+        raise ValueError(f"w: expected shape [N, K] for x [..., K], got {list(w.shape)} for {list(x.shape)}")
+    if out_dtype not in _OUTPUTS:
+        raise ValueError(f"out_dtype: expected {', '.join(map(str, _OUTPUTS))}, got {out_dtype!r}")
 
 
 def tune_cublaslt(x: Tensor, w: Tensor, *, out_dtype: torch.dtype = torch.int32) -> dict[int, float]:

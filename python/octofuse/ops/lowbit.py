@@ -28,7 +28,7 @@ from torch.nn.functional import linear
 from octofuse import _C
 from octofuse.ops import rows
 from octofuse.ops._calls import LowbitCall, RowsCall, Scale, run
-from octofuse.ops.activations import ACTIVATIONS
+from octofuse.ops.activations import activation_named
 from octofuse.ops.decode import check_norm
 from octofuse.ops.quantize import _per_tensor
 from octofuse.quant import bcq, grid, sparse
@@ -59,7 +59,7 @@ def woq_linear(
 
     Args:
         x: fp16, bf16, fp32 or int8 `[..., K]`, dense in K.
-        packed: int32, `quant.packing.pack` of codes `[N, K]` of `bits` bits.
+        packed: int32, `quant.packing.pack` of codes `[N, K]` of `bits` bits; it knows K up to a multiple of 128 only.
         scale: fp16, bf16 or fp32 `[G, N]`, for each group of `group` columns; None: a row is one group.
         zero: uint8 `[G, N]`; None: the grid's middle (`quant.grid`).
         bias: `[N]`. activation: None, "relu", "gelu", "gelu_tanh" or "silu". residual: `[..., N]`.
@@ -68,7 +68,8 @@ def woq_linear(
             element, or a float.
         norm, norm_weight, norm_bias, eps: as in `quantized_linear`, with the bits of the norm as an op of its own; up to 4
             tokens the kernel normalises itself.
-        out_scale: fp32, one element, or a float: int8 output.
+        out_scale: fp32, one element, or a float: int8 output. Kernels round the fp32 result once; engine "dequantized"
+            rounds it to x's dtype first.
         engine: "auto", or "gemv_binary", "gemv_int8", "gemm" or "dequantized".
 
     Returns:
@@ -109,11 +110,9 @@ def bcq_linear(
 
     packed: int32, `pack(codes, q, planes=True)`; alpha: floating point `[G, q, N]`; offset: `[G, N]` (no kernel) or None.
     """
-    if alpha.dim() != 3:
-        raise ValueError(f"alpha: expected [G, q, N], got shape {list(alpha.shape)}")
     return _call(
         LowbitCall(
-            x, x_scale, packed, alpha, None, offset, "planes", alpha.shape[1], group, norm, norm_weight, norm_bias, eps,
+            x, x_scale, packed, alpha, None, offset, "planes", planes_of(alpha), group, norm, norm_weight, norm_bias, eps,
             bias, activation, residual, out_scale, engine, constant_weight,
         )
     )  # fmt: skip
@@ -173,6 +172,14 @@ def dequantize_lowbit(
     return grid.dequantize(codes, scale.t(), None if zero is None else zero.t(), bits, group)
 
 
+def planes_of(alpha: Tensor) -> int:
+    """q of alpha `[G, q, N]`."""
+    if not isinstance(alpha, Tensor) or alpha.dim() != 3:
+        got = f"shape {list(alpha.shape)}" if isinstance(alpha, Tensor) else type(alpha).__name__
+        raise ValueError(f"alpha: expected [G, q, N], got {got}")
+    return alpha.shape[1]
+
+
 def _call(call: LowbitCall) -> Tensor:
     check_call(call)
     result: Tensor = run("lowbit_linear", "lowbit_linear", call, _lowbit_linear)
@@ -184,9 +191,7 @@ def check_call(call: LowbitCall) -> None:
     for name, value in (("bits", call.bits), ("group", call.group)):
         if value is not None and type(value) is not int:
             raise TypeError(f"{name}: expected int{' or None' * (name == 'group')}, got {type(value).__name__}")
-    if call.activation is not None and call.activation not in ACTIVATIONS:
-        known = ", ".join(map(repr, ACTIVATIONS))
-        raise ValueError(f"activation: expected None, {known}, got {call.activation!r}")
+    activation_named(call.activation)
     if (call.x_scale is not None) != (call.x.dtype == torch.int8):
         got = "None" if call.x_scale is None else "one"
         raise ValueError(f"x_scale: expected one for int8 x and None for others, got {got} for {call.x.dtype}")
@@ -212,8 +217,8 @@ def _dequantized_linear(call: LowbitCall) -> Tensor:
     stored = (call.packed, scale, call.zero, call.offset, call.kind, call.bits, call.group)
     w = dequantize_lowbit(*stored, x.shape[-1])
     y = linear(x, w.to(x.dtype), None if call.bias is None else call.bias.to(x.dtype))
-    y = y if call.activation is None else ACTIVATIONS[call.activation](y)
-    y = y if call.residual is None else y + call.residual
+    y = activation_named(call.activation)(y)
+    y = y if call.residual is None else (y + call.residual).to(y.dtype)
     return y if call.out_scale is None else _per_tensor(y, call.out_scale)
 
 
