@@ -38,12 +38,12 @@ class Norm(NamedTuple):
         On the CPU torch's own, as in the float model: `ops.layer_norm`, with a GPU's bits, would take a third of a
         decoding step there. Raises TypeError or ValueError for an unknown kind, int8 x and other shapes.
         """
+        if self.kind not in ("layer_norm", "rms_norm"):
+            raise ValueError(f"norm: expected kind 'layer_norm' or 'rms_norm', got {self.kind!r}")
         if x.is_cuda:
             if self.kind == "rms_norm":
                 return ops.rms_norm(x, self.weight, self.eps)
             return ops.layer_norm(x, self.weight, self.bias, self.eps)
-        if self.kind not in ("layer_norm", "rms_norm"):
-            raise ValueError(f"norm: expected kind 'layer_norm' or 'rms_norm', got {self.kind!r}")
         if not x.is_floating_point():
             raise TypeError(f"x: expected floating point in front of a norm, got dtype {x.dtype}")
         for name, tensor in (("weight", self.weight), ("bias", self.bias)):
