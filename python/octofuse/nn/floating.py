@@ -52,7 +52,7 @@ class FloatingLinear:
             `[..., N]` in x's dtype; int8 with out_scale.
 
         Raises:
-            TypeError, ValueError: naming the argument.
+            TypeError, ValueError: naming the argument; x of another K raises torch's own error.
         """
         activate = activation_named(activation)
         if not x.is_floating_point():

@@ -157,7 +157,7 @@ def schema_of(op: str) -> str:
 def run(op: str, name: str, call: Any, direct: Callable[..., Any], out: Tensor | None = None) -> Any:
     """direct(call) for plain tensors; under torch.compile and the like, `torch.ops.octofuse.<op>`.
 
-    name: the public function, for messages. out: given to both, if there is one.
+    name: of the call in messages. out: given to both, if there is one.
     """
     more = () if out is None else (out,)
     if goes_direct(*call, *more):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octofuse import _C
 from octofuse.ops import gemm, rows
-from octofuse.ops._calls import LinearCall, RowLinearCall, RowsCall, Scale, run
+from octofuse.ops._calls import LinearCall, RowLinearCall, Scale, run
 from octofuse.ops.quantize import _per_tensor, _per_token
 
 
@@ -57,7 +57,7 @@ def quantized_linear(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
     """
-    check_norm(norm, norm_weight, norm_bias)
+    rows.check_norm(norm, norm_weight, norm_bias)
     if out_dtype is None:
         out_dtype = torch.float16 if x.dtype == torch.int8 else x.dtype
     call = RowLinearCall(
@@ -68,24 +68,13 @@ def quantized_linear(
     return result
 
 
-def check_norm(norm: str | None, weight: Tensor | None, bias: Tensor | None) -> None:
-    """ValueError for an unknown norm, and for a weight or bias that it does not have."""
-    if norm not in (None, "layer_norm", "rms_norm"):
-        raise ValueError(f"norm: expected None, 'layer_norm' or 'rms_norm', got {norm!r}")
-    if norm != "layer_norm" and bias is not None:
-        raise ValueError(f"norm_bias: expected None with norm={norm!r}, got a tensor")
-    if norm is None and weight is not None:
-        raise ValueError("norm_weight: expected None without a norm, got a tensor")
-
-
 def _quantized_linear(call: RowLinearCall) -> Tensor:
     result = _C.quantized_linear(call)
     if result is not None:
         return result
     x, x_scale = call.x, call.x_scale
     if call.norm is not None:
-        norm = RowsCall(x, call.norm, None, call.norm_weight, call.norm_bias, call.eps, None, False, None)
-        x = rows._rows(norm)[0]
+        x = rows.normed(call)
     if x_scale is None:
         q, x_scale = _per_token(x)
     else:

@@ -27,9 +27,8 @@ from torch.nn.functional import linear
 
 from octofuse import _C
 from octofuse.ops import rows
-from octofuse.ops._calls import LowbitCall, RowsCall, Scale, run
+from octofuse.ops._calls import LowbitCall, Scale, run
 from octofuse.ops.activations import activation_named
-from octofuse.ops.decode import check_norm
 from octofuse.ops.quantize import _per_tensor
 from octofuse.quant import bcq, grid, sparse
 from octofuse.quant.packing import unpack, unpack_pairs
@@ -195,7 +194,7 @@ def check_call(call: LowbitCall) -> None:
     if (call.x_scale is not None) != (call.x.dtype == torch.int8):
         got = "None" if call.x_scale is None else "one"
         raise ValueError(f"x_scale: expected one for int8 x and None for others, got {got} for {call.x.dtype}")
-    check_norm(call.norm, call.norm_weight, call.norm_bias)
+    rows.check_norm(call.norm, call.norm_weight, call.norm_bias)
     offset, alpha = call.offset, call.scale
     if offset is not None and offset.shape != (alpha.shape[0], alpha.shape[2]):
         raise ValueError(f"offset: expected shape {[alpha.shape[0], alpha.shape[2]]}, got {list(offset.shape)}")
@@ -210,8 +209,7 @@ def _dequantized_linear(call: LowbitCall) -> Tensor:
     """The engine "dequantized", which every device has."""
     x, scale = call.x, call.scale
     if call.norm is not None:
-        norm = RowsCall(x, call.norm, None, call.norm_weight, call.norm_bias, call.eps, None, False, None)
-        x = rows._rows(norm)[0]
+        x = rows.normed(call)
     if call.x_scale is not None:
         x = _in_floating_point(x, call.x_scale).to(scale.dtype)
     stored = (call.packed, scale, call.zero, call.offset, call.kind, call.bits, call.group)

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from octofuse import _C, reference
-from octofuse.ops._calls import RowsCall, Scale, run
+from octofuse.ops._calls import LowbitCall, RowLinearCall, RowsCall, Scale, run
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -153,6 +153,23 @@ def _rows(call: RowsCall) -> list[Tensor]:
     if scale is None:
         return [*reference.quantize_per_token(y), *tail]
     return [reference.quantize(y, scale), *tail]
+
+
+def check_norm(norm: str | None, weight: Tensor | None, bias: Tensor | None) -> None:
+    """ValueError for an unknown norm, and for a weight or bias that it does not have."""
+    if norm not in (None, "layer_norm", "rms_norm"):
+        raise ValueError(f"norm: expected None, 'layer_norm' or 'rms_norm', got {norm!r}")
+    if norm != "layer_norm" and bias is not None:
+        raise ValueError(f"norm_bias: expected None with norm={norm!r}, got a tensor")
+    if norm is None and weight is not None:
+        raise ValueError("norm_weight: expected None without a norm, got a tensor")
+
+
+def normed(call: LowbitCall | RowLinearCall) -> Tensor:
+    """The norm in front of a linear, as an op of its own."""
+    return _rows(RowsCall(call.x, str(call.norm), None, call.norm_weight, call.norm_bias, call.eps, None, False, None))[
+        0
+    ]
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {"rows": _rows}
