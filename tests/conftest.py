@@ -1,4 +1,5 @@
-"""Shared fixtures. Tests that need a CUDA device and the CUDA build carry the marker `gpu`."""
+"""Shared fixtures. Tests that need a CUDA device and the CUDA build carry the marker `gpu`;
+without one they are left out."""
 
 from __future__ import annotations
 
@@ -8,15 +9,21 @@ import torch
 from octofuse import _C
 
 HAS_GPU = torch.cuda.is_available() and bool(_C.build_info()["cuda"])
+LEFT_OUT = pytest.StashKey[int]()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if HAS_GPU:
         return
-    skip = pytest.mark.skip(reason="needs a CUDA device and a CUDA build of octofuse")
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+    without = [item for item in items if "gpu" in item.keywords]
+    config.stash[LEFT_OUT] = len(without)
+    config.hook.pytest_deselected(items=without)
+    items[:] = [item for item in items if "gpu" not in item.keywords]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if count := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"no CUDA device with a CUDA build of octofuse: {count} tests left out")
 
 
 @pytest.fixture

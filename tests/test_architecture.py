@@ -30,6 +30,7 @@ PYTHON = {
 
 # The rooms of cpp/src. Everything may include cpp/include.
 ROOMS = {
+    "cpu": set(),  # host code alone: it shares the structs of cpp/include with the kernels
     "device": set(),
     "epilogue": {"device"},
     "rows": {"device", "epilogue"},

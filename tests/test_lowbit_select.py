@@ -46,7 +46,8 @@ def test_every_other_engine_has_a_reason() -> None:
     for m in (1, 3, 9, 5000):
         for kind, bits in (("uniform", 2), ("uniform", 7), ("planes", 3), ("sparse12", 7)):
             found = select(kind, bits, m)
-            assert {found["chosen"], *dict(found["declined"])} == {"gemv_binary", "gemv_int8", "gemm", "dequantized"}
+            names = {"cpu", "gemv_binary", "gemv_int8", "gemm", "dequantized"}
+            assert {found["chosen"], *dict(found["declined"])} == names
             assert all(reason for _, reason in found["declined"])
     assert reasons(m=9)["gemv_int8"] == "it takes up to 4 tokens"
     assert reasons(m=9)["gemv_binary"] == "it takes one token"
@@ -81,17 +82,24 @@ def test_engines_by_name() -> None:
 
 
 def test_explain_takes_the_call() -> None:
-    """On a CPU there is one engine, and every other says why."""
+    """On a CPU there are two engines, and every other says why."""
     codes = torch.randint(0, 16, (48, 128), dtype=torch.uint8)
     x, scale = torch.randn(2, 128), torch.rand(1, 48)
     found = octofuse.explain(woq_linear, x, pack(codes, 4), scale, bits=4)
-    assert found.chosen == found.captured == "dequantized"
-    assert dict(found.declined) == dict.fromkeys(("gemv_binary", "gemv_int8", "gemm"), "needs tensors on cuda")
+    assert found.chosen == found.captured == "cpu"
+    declined = dict.fromkeys(("gemv_binary", "gemv_int8", "gemm"), "needs tensors on cuda")
+    assert dict(found.declined) == declined | {"dequantized": "slower"}
+    assert "cpu: the fastest of those that can serve" in str(found)
+    offset = torch.zeros(1, 48)
+    found = octofuse.explain(bcq_linear, x, pack(codes, 4, planes=True), torch.rand(1, 4, 48), offset)
+    assert found.chosen == "dequantized"
     assert "dequantized: the weight is written to memory for this call" in str(found)
+    assert dict(found.declined)["cpu"] == "kernels know no offset"
+    found = octofuse.explain(woq_linear, x, pack(codes, 4), scale, bits=4)
     alpha = torch.rand(1, 4, 48)
-    assert octofuse.explain(bcq_linear, x, pack(codes, 4, planes=True), alpha).chosen == "dequantized"
+    assert octofuse.explain(bcq_linear, x, pack(codes, 4, planes=True), alpha).chosen == "cpu"
     pairs = pack_pairs(torch.randint(0, 256, (48, 64), dtype=torch.uint8))
-    assert octofuse.explain(sparse12_linear, x, pairs, scale).chosen == "dequantized"
+    assert octofuse.explain(sparse12_linear, x, pairs, scale).chosen == "cpu"
     with pytest.raises(ValueError, match=r"engine: expected one that can serve .* gemm: needs tensors on cuda"):
         woq_linear(x, pack(codes, 4), scale, bits=4, engine="gemm")
     with pytest.raises(TypeError, match=r"x: expected an int8 tensor, or one of woq_linear, .*, got <built-in"):

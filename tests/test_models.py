@@ -47,7 +47,7 @@ def test_quantize_refuses_and_leaves_the_model_whole() -> None:
     model = small_gpt2()
     before = model(ids()).logits
     for arguments, message in [
-        (("w4a4",), "scheme: expected one of w8a8-dynamic"),
+        (("w4a4",), "scheme: expected a name such as w8a8-dynamic"),
         (("w8a8-static",), "calibration: expected batches for the scheme w8a8-static, got None"),
         (("w8a8-static", []), "calibration: expected at least one batch, got none"),
     ]:

@@ -50,7 +50,7 @@ def test_wrong_exceptions() -> None:
     for exceptions, message in (
         ({"mlp.c_porj": None}, "exceptions: expected patterns that match a layer, got mlp.c_porj"),
         ({"*": None}, "exceptions: expected at least one layer to quantise, got none left"),
-        ({"mlp.c_proj": "w4"}, "scheme: expected one of"),
+        ({"mlp.c_proj": "w4"}, "scheme: expected a name such as"),
         ({"mlp.c_proj": "w8a8-static"}, "calibration: expected batches for the scheme w8a8-static, got None"),
     ):
         model = small_gpt2()

@@ -24,7 +24,7 @@ def models_of(scheme: str, device: str) -> tuple[nn.Module, nn.Module]:
 
 
 def norm_of(x: Tensor, norm: torch.nn.LayerNorm) -> Tensor:
-    return octofuse.layer_norm(x, norm.weight, norm.bias, norm.eps) if x.is_cuda else norm(x)
+    return octofuse.layer_norm(x, norm.weight, norm.bias, norm.eps)
 
 
 def by_parts(layer: Int8Linear, x: Tensor, **more) -> Tensor:

@@ -276,10 +276,10 @@ def test_names(name: str) -> None:
     [
         ("w4a16-g100", "group: expected None or one of 32, 64, 128, 256, got 100"),
         ("w1a16-zp", "zero_points: expected False at 1 bit"),
-        ("w9a16", "scheme: expected one of"),
-        ("bcq-q0", "scheme: expected one of"),
-        ("sparse12-w6", "scheme: expected one of"),
-        ("w4a16-awk", "scheme: expected one of"),
+        ("w9a16", "scheme: expected a name such as"),
+        ("bcq-q0", "scheme: expected a name such as"),
+        ("sparse12-w6", "scheme: expected a name such as"),
+        ("w4a16-awk", "scheme: expected a name such as"),
     ],
 )
 def test_wrong_names(name: str, message: str) -> None:

@@ -6,6 +6,7 @@
 #include "call.h"
 #include "linear_call.h"
 #include "module.h"
+#include "octofuse/cpu.h"
 #include "octofuse/decode.h"
 #include "octofuse/error.h"
 #include "octofuse/row_linear.h"
@@ -36,7 +37,17 @@ py::object quantized_linear(const py::tuple& fields) {
   args.constant_weight = f.constant_weight.cast<bool>();
   args.out_type = parse_output(call, f.out_dtype, f.out_scale);
   args.ldo = args.n;
-  if (call.x.on_cpu()) return py::none();
+  if (call.x.on_cpu()) {
+    py::object result = TensorFactory(call.x.dl.device).make(call.out_shape, args.out_type, &args.out);
+    const py::gil_scoped_release released;
+    if (given) {
+      args.epilogue.x_scale = rows.scale;
+      cpu::linear(args);
+    } else {
+      cpu::row_linear(rows, per_token, args);
+    }
+    return result;
+  }
   const int device = call.x.device();
   read_tuning_once(device);
   TensorFactory factory(call.x.dl.device);

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "module.h"
+#include "octofuse/cpu.h"
 #include "octofuse/device.h"
 
 namespace octofuse {
@@ -16,6 +17,17 @@ py::dict build_info() {
   info["cuda"] = *built_architectures() != '\0';
   info["cuda_version"] = toolkit_version();
   info["cutlass_version"] = cutlass_version();
+  return info;
+}
+
+// The CPU engine's instruction sets, the best first: what stands against each ("" if nothing does).
+py::dict cpu_info() {
+  py::dict isas;
+  for (const cpu::Isa& one : cpu::isas()) isas[one.name] = one.why_not;
+  py::dict info;
+  info["isa"] = cpu::isa();
+  info["isas"] = isas;
+  info["threads"] = cpu::max_threads();
   return info;
 }
 
@@ -45,6 +57,8 @@ py::dict device_info(int device) {
 
 void bind_device(py::module_& module) {
   module.def("build_info", &build_info);
+  module.def("cpu_info", &cpu_info);
+  module.def("use_cpu_isa", &cpu::use_isa, py::arg("name"));
   module.def("cublaslt_info", &cublaslt_info);
   module.def("allow_overlap", &allow_overlap, py::arg("allowed"));
   module.def("device_info", &device_info, py::arg("device"));

@@ -1,6 +1,8 @@
-// The linear ops: every check, then select, then one launch. CPU tensors are checked here too and computed in Python.
+// The linear ops: every check, then select, then one launch, or the CPU engine. What torch is to compute on the CPU is
+// checked here too (None).
 #include <pybind11/stl.h>
 
+#include <limits>
 #include <map>
 #include <optional>
 
@@ -8,12 +10,16 @@
 #include "call.h"
 #include "linear_call.h"
 #include "module.h"
+#include "octofuse/cpu.h"
 #include "octofuse/error.h"
 
 namespace octofuse {
 namespace {
 
-// Finds or makes the output, selects and launches. CPU tensors stop after the checks: None tells Python to compute.
+// Rows from which "auto" leaves CPU tensors to oneDNN; set where that has AMX.
+int64_t onednn_rows = std::numeric_limits<int64_t>::max();
+
+// Finds or makes the output, selects and launches. None: an engine of the CPU that Python knows.
 py::object run(LinearCall& call, DType out_type, const std::string& engine, py::handle out_object) {
   GemmArgs& args = call.args;
   args.out_type = out_type;
@@ -30,7 +36,14 @@ py::object run(LinearCall& call, DType out_type, const std::string& engine, py::
       parse_out(out_object, call.out_shape, out_type, call.x, {&*call.residual});
     }
   }
-  if (call.x.on_cpu()) return py::none();
+  if (call.x.on_cpu()) {
+    if (engine != "cpu" && (engine != "auto" || args.m >= onednn_rows)) return py::none();
+    py::object result = out ? py::reinterpret_borrow<py::object>(out_object)
+                            : TensorFactory(call.x.dl.device).make(call.out_shape, out_type, &args.out);
+    const py::gil_scoped_release released;
+    cpu::linear(args);
+    return result;
+  }
   read_tuning_once(call.x.device());
   TensorFactory factory(call.x.dl.device);
   const Candidate& candidate = select(problem_of(call), device_capability(call.x.device()), engine);
@@ -173,6 +186,7 @@ std::map<std::string, TimeModel> features_of_problem(int64_t m, int64_t n, int64
 
 void bind_gemm(py::module_& module) {
   module.def("linear", &linear, py::arg("call"), py::arg("out"));
+  module.def("prefer_onednn", [](int64_t rows) { onednn_rows = rows; }, py::arg("rows"));
   module.def("call_fields", [] {
     py::dict fields;
     fields["LinearCall"] = LinearFields::names();

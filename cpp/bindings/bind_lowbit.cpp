@@ -7,6 +7,7 @@
 #include "arguments.h"
 #include "call.h"
 #include "module.h"
+#include "octofuse/cpu.h"
 #include "octofuse/device.h"
 #include "octofuse/error.h"
 #include "octofuse/lowbit.h"
@@ -117,14 +118,16 @@ void parse_epilogue(LowbitCall& call, const LowbitFields& given) {
       refuse<ValueError>("bias", "a contiguous tensor", "stride " + std::to_string(call.bias->stride(0)));
     }
     args.epilogue.bias = call.bias->data();
+    args.epilogue.bias_type = call.bias->dtype;
   }
   if (call.residual.has_value()) {
     args.epilogue.residual = call.residual->data();
     args.epilogue.residual_ld = call.residual->row_stride();
+    args.epilogue.residual_type = call.residual->dtype;
   }
 }
 
-// What no kernel at all takes, by name; nullptr if nothing stands against one.
+// What no CUDA kernel at all takes, by name; nullptr if nothing stands against one.
 const char* why_unserved(const LowbitCall& call, bool has_offset) {
   const DType type = call.weight.scale.dtype;
   const auto other = [&](const std::optional<TensorView>& view) { return view.has_value() && view->dtype != type; };
@@ -135,6 +138,12 @@ const char* why_unserved(const LowbitCall& call, bool has_offset) {
   if (other(call.bias)) return "bias must have the scale's dtype";
   if (other(call.residual)) return "residual must have the scale's dtype";
   return nullptr;
+}
+
+const char* why_not_cpu(const LowbitCall& call, bool has_offset) {
+  if (!call.x.on_cpu()) return "needs tensors on the CPU";
+  if (has_offset) return "kernels know no offset";
+  return cpu::takes_group(call.weight.args.group) ? nullptr : "it takes groups of whole multiples of 32 columns";
 }
 
 LowbitCall checked_call(const LowbitFields& given) {
@@ -156,6 +165,8 @@ LowbitCall checked_call(const LowbitFields& given) {
   args.ldx = x.row_stride();
   args.x = x.data();
   args.x_is_int8 = x.dtype == DType::kInt8;
+  if (!args.x_is_int8) args.out_type = x.dtype;
+  call.rows.type = x.dtype;  // with a norm, checked_rows() says all of it
   parse_epilogue(call, given);
   if (!given.norm.is_none()) {
     if (args.x_is_int8) refuse<ValueError>("norm", "None for an int8 x", "'" + parse_str(given.norm, "norm") + "'");
@@ -164,11 +175,12 @@ LowbitCall checked_call(const LowbitFields& given) {
     parse_norm(parse_str(given.norm, "norm"), norm, x, call.rows);
   }
   call.problem = problem_of(args);
-  if (const char* reason = why_unserved(call, !given.offset.is_none())) call.problem.unserved = reason;
+  const bool has_offset = !given.offset.is_none();
+  if (const char* reason = why_unserved(call, has_offset)) call.problem.unserved = reason;
+  call.problem.why_not_cpu = why_not_cpu(call, has_offset);
   return call;
 }
 
-// A CPU has the engine "dequantized" alone.
 Capability capability_of(const TensorView& x) { return x.on_cpu() ? Capability() : device_capability(x.device()); }
 
 py::object lowbit_linear_op(const py::tuple& fields) {
@@ -180,6 +192,11 @@ py::object lowbit_linear_op(const py::tuple& fields) {
   TensorFactory factory(call.x.dl.device);
   py::object result = factory.make(call.out_shape, args.out_type, &args.out);
   if (args.m == 0) return result;
+  if (engine == LowbitEngine::kCpu) {
+    const py::gil_scoped_release released;
+    cpu::lowbit_linear(call.rows, args);
+    return result;
+  }
   args.constant_weight = given.constant_weight.cast<bool>();
   lowbit_linear(call.rows, args, engine, call.x.device(), factory.current_stream(),
                 [&factory](size_t bytes) { return factory.scratch(bytes); });

@@ -1,7 +1,8 @@
-// Quantisation and the passes over rows that end in it. CPU tensors are checked here and computed in Python (None).
+// Quantisation and the passes over rows that end in it.
 #include "arguments.h"
 #include "call.h"
 #include "module.h"
+#include "octofuse/cpu.h"
 #include "octofuse/epilogue_pass.h"
 #include "octofuse/error.h"
 #include "octofuse/row_pass.h"
@@ -26,19 +27,25 @@ void quantize_flat(RowPassArgs args, int device, Stream stream) {
   row_pass(rest, device, stream);
 }
 
+// On the tensors' device.
+void run_pass(const RowPassArgs& args, const TensorView& x, const TensorFactory& factory) {
+  if (!x.on_cpu()) return row_pass(args, x.device(), factory.current_stream());
+  const py::gil_scoped_release released;
+  cpu::row_pass(args);
+}
+
 py::object per_tensor(py::handle x_object, py::handle scale) {
   const TensorView x(x_object, "x");
   RowPassArgs args = checked_rows(x);
   args.scale = parse_scale(scale, "scale", -1, x);
-  if (x.on_cpu()) return py::none();
   const TensorFactory factory(x.dl.device);
   void* q = nullptr;
   py::object result = factory.make(shape_of(x), DType::kInt8, &q);
   args.q = static_cast<int8_t*>(q);
-  if (args.ldx == args.cols || args.rows == 1) {
+  if (!x.on_cpu() && (args.ldx == args.cols || args.rows == 1)) {
     quantize_flat(args, x.device(), factory.current_stream());
   } else {
-    row_pass(args, x.device(), factory.current_stream());
+    run_pass(args, x, factory);
   }
   return result;
 }
@@ -46,7 +53,6 @@ py::object per_tensor(py::handle x_object, py::handle scale) {
 py::object per_token(py::handle x_object) {
   const TensorView x(x_object, "x");
   RowPassArgs args = checked_rows(x);
-  if (x.on_cpu()) return py::none();
   const TensorFactory factory(x.dl.device);
   void* q = nullptr;
   void* scales = nullptr;
@@ -54,7 +60,7 @@ py::object per_token(py::handle x_object) {
   py::object result_scales = factory.make({args.rows, 1}, DType::kFloat32, &scales);
   args.q = static_cast<int8_t*>(q);
   args.scales = static_cast<float*>(scales);
-  row_pass(args, x.device(), factory.current_stream());
+  run_pass(args, x, factory);
   return py::make_tuple(result, result_scales);
 }
 
@@ -85,7 +91,6 @@ py::object rows(const py::tuple& fields) {
   }
   const bool dynamic = quantize && scale.is_none();
   if (quantize && !dynamic) args.scale = parse_scale(scale, "scale", -1, x);
-  if (x.on_cpu()) return py::none();
   const TensorFactory factory(x.dl.device);
   py::list results;
   void* data = nullptr;
@@ -101,7 +106,7 @@ py::object rows(const py::tuple& fields) {
   }
   // Not by args.residual: an empty tensor has no address.
   if (!residual.is_none()) results.append(factory.make(shape, x.dtype, &args.sum));
-  row_pass(args, x.device(), factory.current_stream());
+  run_pass(args, x, factory);
   return results;
 }
 
@@ -123,10 +128,14 @@ py::object dequantize(py::handle q_object, py::handle scale, py::handle out_dtyp
   args.epilogue.x_scale = parse_scale(scale, "scale", args.rows, q);
   args.out_type = parse_dtype(out_dtype, "out_dtype", kFloats);
   args.ldo = args.cols;
-  if (q.on_cpu()) return py::none();
   const TensorFactory factory(q.dl.device);
   py::object result = factory.make(shape_of(q), args.out_type, &args.out);
-  apply_epilogue(args, q.device(), factory.current_stream());
+  if (q.on_cpu()) {
+    const py::gil_scoped_release released;
+    cpu::dequantize(args);
+  } else {
+    apply_epilogue(args, q.device(), factory.current_stream());
+  }
   return result;
 }
 

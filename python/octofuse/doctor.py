@@ -56,7 +56,9 @@ def driver_version() -> str | None:
 
 
 def describe_cpu() -> dict[str, Any]:
-    reasons = {"onednn": cpu.why_not_onednn(), "reference": ""}
+    found = _C.cpu_info()
+    reasons = {f"cpu/{name}": why_not for name, why_not in found["isas"].items()}
+    reasons |= {"onednn": cpu.why_not_onednn(), "reference": ""}
     return {"device": "cpu", "name": platform.processor() or platform.machine(), "engines": reasons, **self_test("cpu")}
 
 

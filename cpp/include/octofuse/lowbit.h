@@ -32,12 +32,14 @@ struct LowbitProblem {
   int64_t group = 0;  // columns that share a scale, 0: all of a row
   bool has_zeros = false;
   bool aligned = true;             // scale and zero start at multiples of 16 bytes
-  const char* unserved = nullptr;  // why no kernel at all can take it, if that is known already
+  const char* unserved = nullptr;  // why no CUDA kernel at all can take it, if that is known already
+  const char* why_not_cpu = "needs tensors on the CPU";  // nullptr: the CPU engine takes it
 };
 
-// gemv_binary: one token, codes of up to 3 bits or up to 4 planes. gemv_int8: up to 4 tokens. gemm: more, compute
-// capability 9.0. dequantized: the weight is written to memory in x's dtype for this call, and torch multiplies it.
-enum class LowbitEngine : int8_t { kGemvBinary, kGemvInt8, kGemm, kDequantized };
+// cpu: host memory (octofuse/cpu.h). gemv_binary: one token, codes of up to 3 bits or up to 4 planes. gemv_int8: up to
+// 4 tokens. gemm: more, compute capability 9.0. dequantized: the weight is written to memory in x's dtype for this
+// call, and torch multiplies it.
+enum class LowbitEngine : int8_t { kCpu, kGemvBinary, kGemvInt8, kGemm, kDequantized };
 
 const char* name_of(LowbitEngine engine);
 

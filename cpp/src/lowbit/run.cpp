@@ -66,6 +66,7 @@ void lowbit_linear(const RowPassArgs& rows, const LowbitArgs& given, LowbitEngin
     case LowbitEngine::kGemm:
       make_readable(args, device, stream, allocate);
       return lowbit::run_gemm(args, device, cuda_stream);
+    case LowbitEngine::kCpu:
     case LowbitEngine::kDequantized:
       throw RuntimeError("lowbit_linear: a dequantised weight is multiplied elsewhere");
   }

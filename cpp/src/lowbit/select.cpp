@@ -10,8 +10,8 @@ namespace octofuse {
 namespace {
 
 // In the order in which "auto" asks them: the first that can serve and is worth it.
-constexpr std::array kEngines = {LowbitEngine::kGemvBinary, LowbitEngine::kGemvInt8, LowbitEngine::kGemm,
-                                 LowbitEngine::kDequantized};
+constexpr std::array kEngines = {LowbitEngine::kCpu, LowbitEngine::kGemvBinary, LowbitEngine::kGemvInt8,
+                                 LowbitEngine::kGemm, LowbitEngine::kDequantized};
 
 constexpr const char* kNoRoom = "a token and three stages of its weights do not fit into a block's shared memory";
 
@@ -54,6 +54,8 @@ const char* why_not_gemm(const LowbitProblem& problem, const Capability& capabil
 
 const char* why_not(LowbitEngine engine, const LowbitProblem& problem, const Capability& capability) {
   switch (engine) {
+    case LowbitEngine::kCpu:
+      return problem.why_not_cpu;
     case LowbitEngine::kGemvBinary:
       return why_not_gemv_binary(problem, capability);
     case LowbitEngine::kGemvInt8:
@@ -95,6 +97,8 @@ LowbitEngine best(const LowbitProblem& problem, const Capability& capability) {
 
 const char* name_of(LowbitEngine engine) {
   switch (engine) {
+    case LowbitEngine::kCpu:
+      return "cpu";
     case LowbitEngine::kGemvBinary:
       return "gemv_binary";
     case LowbitEngine::kGemvInt8:

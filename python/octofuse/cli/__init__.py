@@ -1,4 +1,4 @@
-"""The command line: `octofuse demo | quantize | generate | eval | frontier | tune | layout | doctor`."""
+"""The command line: `octofuse demo | quantize | schemes | generate | eval | frontier | tune | layout | doctor`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def demo(
     evaluation_tokens: Annotated[int, typer.Option(min=512, help="held-out tokens for the perplexity")] = 24576,
     schemes: Annotated[str | None, typer.Option(help="names as for quantize, by commas; default: five of them")] = None,
     plot: Annotated[Path | None, typer.Option(help="a new picture, .png or .svg")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="two schemes, fewer tokens, no texts")] = False,
 ) -> None:
     """Quantise the embedded GPT-2 some ways and compare it with the original: accuracy, size, speed, text."""
     from octofuse.cli.demo import run_demo
 
     with _plain_errors():
-        run_demo(console, device, new_tokens, evaluation_tokens, schemes, plot)
+        run_demo(console, device, new_tokens, evaluation_tokens, schemes, plot, quick)
 
 
 @app.command()
@@ -44,8 +45,7 @@ def quantize(
     scheme: Annotated[
         str,
         typer.Option(
-            help="w8a8-dynamic, w8a8-static, w8a8-static-{mse,percentile,entropy}, each also with -tensor and -smooth; "
-            "w<bits>a16[-g<group>][-zp][-mse, -gptq or -awq], bcq-q<bits>[-g<group>], sparse12-w7[-g<group>]"
+            help="such as w8a8-dynamic, w8a16, w4a16-g128-gptq, bcq-q3-g128; `octofuse schemes` says what each is"
         ),
     ] = "w8a8-dynamic",
     exceptions: Annotated[
@@ -63,13 +63,22 @@ def quantize(
         bool,
         typer.Option(help="with --distill: codes of uniform schemes too, on text that the float model writes as well"),
     ] = False,
+    tokenizer: Annotated[bool, typer.Option(help="whether the folder gets the model's tokenizer")] = True,
     device: Device = "auto",
 ) -> None:
     """Quantise a model and write it, with its tokenizer, to a folder."""
     from octofuse.cli.quantize import run_quantize
 
     with _plain_errors():
-        run_quantize(console, model, output, scheme, exceptions or [], calibration, distill, codes, device)
+        run_quantize(console, model, output, scheme, exceptions or [], calibration, distill, codes, tokenizer, device)
+
+
+@app.command()
+def schemes() -> None:
+    """The schemes that quantize knows: what each is, its size, what it costs and gains, and whether it calibrates."""
+    from octofuse.cli.schemes import print_schemes
+
+    print_schemes(console)
 
 
 @app.command()
@@ -206,6 +215,9 @@ class _plain_errors:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is KeyboardInterrupt:
+            print("octofuse: interrupted; nothing written", file=sys.stderr)
+            raise typer.Exit(130) from None
         if kind is not None and issubclass(kind, (ValueError, TypeError, OSError, ImportError)):
             print(f"octofuse: {error}", file=sys.stderr)
             raise typer.Exit(1) from None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from octofuse import _C
-from octofuse.assets import CALIBRATION_TEXT, EMBEDDED, EVALUATION_TEXT
+from octofuse.assets import CALIBRATION_TEXT, EVALUATION_TEXT
+from octofuse.cli.files import expect_model, expect_tokenizer, folder_of, read_text
 from octofuse.generate import generate
-from octofuse.models import gpt2, load, perplexity
+from octofuse.models import fallbacks, gpt2, load, perplexity
 from octofuse.models.checkpoint import is_checkpoint
 
 CALIBRATION_BATCHES = 8
@@ -50,36 +51,44 @@ def quiet_transformers() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def _resolve(model: str) -> str:
-    return str(EMBEDDED) if model == "embedded" else model
-
-
 def load_tokenizer(model: str) -> Any:
     quiet_transformers()
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(_resolve(model))
+    name = folder_of(model)
+    expect_tokenizer(name)
+    return AutoTokenizer.from_pretrained(name)
 
 
-def load_float(model: str, device: torch.device) -> tuple[Any, Any]:
+def load_float(model: str, device: torch.device, *, with_tokenizer: bool = True) -> tuple[Any, Any]:
     """A floating-point model (fp16 on a GPU, fp32 on the CPU) and its tokenizer. ValueError for a quantised one."""
     quiet_transformers()
     from transformers import AutoModelForCausalLM
 
-    name = _resolve(model)
+    name = expect_model(model)
     if is_checkpoint(name):
         raise ValueError(f"model: expected a floating-point model, got {name}, which octofuse has quantised already")
+    if with_tokenizer:
+        expect_tokenizer(name)
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval().requires_grad_(False)
-    return loaded, load_tokenizer(name)
+    return loaded, load_tokenizer(name) if with_tokenizer else None
 
 
 def load_any(model: str, device: torch.device) -> tuple[Any, Any]:
-    """A quantised folder or a floating-point model, with its tokenizer."""
-    name = _resolve(model)
-    if is_checkpoint(name):
-        return load(name, device), load_tokenizer(name)
-    return load_float(name, device)
+    """A quantised folder or a floating-point model, with its tokenizer. Says so where an engine is slow here."""
+    if not is_checkpoint(Path(model).expanduser()):
+        return load_float(model, device)
+    name = expect_model(model)
+    expect_tokenizer(name)
+    loaded = load(name, device)
+    warn_of_fallbacks(loaded)
+    return loaded, load_tokenizer(name)
+
+
+def warn_of_fallbacks(model: nn.Module) -> None:
+    for note in fallbacks(model):
+        print(f"note: {note}", file=sys.stderr)
 
 
 def encode(tokenizer: Any, text: str) -> Tensor:
@@ -96,7 +105,7 @@ def context_of(model: nn.Module) -> int:
 def calibration_batches(tokenizer: Any, model: Any, text: Path | None = None) -> list[Tensor]:
     """Up to 8 batches of 4 windows on the model's device. ValueError if the text is too short for one window."""
     path = text or CALIBRATION_TEXT
-    tokens = encode(tokenizer, path.read_text(encoding="utf-8"))
+    tokens = encode(tokenizer, read_text("calibration", path))
     window = min(context_of(model), 512)
     windows = tokens[: tokens.numel() // window * window].view(-1, window)
     if windows.shape[0] == 0:
@@ -118,7 +127,7 @@ def exceptions_of(words: list[str]) -> dict[str, str | None]:
 
 def evaluation_tokens(tokenizer: Any, text: Path | None = None) -> Tensor:
     path = text or EVALUATION_TEXT
-    tokens = encode(tokenizer, path.read_text(encoding="utf-8"))
+    tokens = encode(tokenizer, read_text("text", path))
     if tokens.numel() < 2:
         raise ValueError(f"text: expected at least 2 tokens, got {tokens.numel()} in {path}")
     return tokens
@@ -134,19 +143,9 @@ def window_of(model: nn.Module) -> int:
     return min(context_of(model), 512)
 
 
-def expect_picture(plot: Path | None) -> None:
-    """Before the work whose result it shows: ValueError for another kind of file, ImportError without matplotlib."""
-    if plot is None:
-        return
-    if plot.suffix not in (".png", ".svg"):
-        raise ValueError(f"plot: expected a name that ends in .png or .svg, got {plot.name!r}")
-    if find_spec("matplotlib") is None:
-        raise ImportError("drawing needs matplotlib: pip install 'octofuse[plots]'")
-
-
 @contextmanager
 def picture(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """matplotlib's axes of one figure, which is written at the end; the path is one that expect_picture took."""
+    """matplotlib's axes of one figure, which is written at the end; the path is one that files.expect_picture took."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -162,22 +161,31 @@ def picture(path: Path, size: tuple[float, float]) -> Iterator[Any]:
 
 @contextmanager
 def progress(description: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr; what it gives is called with (done, all)."""
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    """A bar on stderr, if that is a terminal; what it gives is called with (done, all)."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, everything: None
+        return
+    with Progress(console=console, transient=True) as bar:
         task = bar.add_task(description)
         yield lambda done, everything: bar.update(task, completed=done, total=everything)
 
 
 @torch.no_grad()
 def generate_text(model: Any, tokenizer: Any, prompt: str, new_tokens: int, temperature: float, seed: int) -> str:
-    """The prompt and its continuation, at most as long as the model's context."""
+    """The prompt and its continuation. ValueError where both do not fit the model's context."""
     ids = encode(tokenizer, prompt).unsqueeze(0)
     if ids.shape[1] == 0:
         raise ValueError("prompt: expected at least one token, got none")
-    room = context_of(model) - ids.shape[1]
-    if room < 1:
-        raise ValueError(f"prompt: expected fewer than {context_of(model)} tokens, got {ids.shape[1]}")
-    end, count = tokenizer.eos_token_id, min(new_tokens, room)
+    context, length = context_of(model), ids.shape[1]
+    if length >= context:
+        raise ValueError(f"prompt: expected fewer than {context} tokens, the model's context, got {length}")
+    if new_tokens > context - length:
+        raise ValueError(
+            f"new-tokens: expected at most {context - length}, what {length} tokens of prompt leave of the model's "
+            f"context of {context}, got {new_tokens}"
+        )
+    end, count = tokenizer.eos_token_id, new_tokens
     if gpt2.matches(model):
         stops = [] if end is None else [end]
         new = generate(model, ids, count, temperature=temperature, seed=seed, stop_tokens=stops)[0]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,15 +21,17 @@ from octofuse.cli.common import (
     calibration_batches,
     encode,
     evaluation_tokens,
-    expect_picture,
     generate_text,
     load_float,
+    load_tokenizer,
     measure_perplexity,
     pick_device,
     picture,
+    warn_of_fallbacks,
 )
+from octofuse.cli.files import expect_picture
 from octofuse.generate import Generator
-from octofuse.models import measure_generation, quantize_, weight_bytes
+from octofuse.models import fuse_, measure_generation, quantize_, weight_bytes
 from octofuse.nn import Int8Linear, PackedLinear
 from octofuse.quant import scheme_named
 
@@ -35,54 +41,168 @@ COLUMNS = {  # and their heads: all of them fit 80 characters
     "weights, MB": "all,\nMB",
     "linears, MB": "linears,\nMB",
     "tokens/s": "tokens\n/s",
+    "spread": "+-\n%",
     "first token, ms": "first,\nms",
     "inter-token, ms": "inter-\ntoken, ms",
     "tokens/s, transformers": "transf.\ntokens/s",
 }
 # The recipe of the first published int8 GPT-2, the two that this library recommends, and two with fewer bits.
 SCHEMES = ("w8a8-static-tensor", "w8a8-static-mse-smooth", "w8a8-dynamic", "w4a16-g128-zp-gptq", "bcq-q3-g128")
+QUICK = ("w8a8-dynamic", "w4a16-g128")
+QUICK_TOKENS = 4096  # of perplexity
+
+ROUNDS = 7  # of all models in turn
+SECONDS = 15.0  # after which no round begins
+SLOW = 5.0  # times the float model's time, with which a scheme leaves after two rounds
+BUSY = 0.25  # spread of the float model's speed: another program had the machine
+LITTLE = 0.01  # of perplexity: what the last sentence takes for almost nothing
+
+
+@dataclass
+class Shown:
+    """One model of the demonstration."""
+
+    name: str
+    model: Any
+    generator: Generator
+    perplexity: float
+    text: str
+    first: list[float] = field(default_factory=list)  # seconds, of each round
+    total: list[float] = field(default_factory=list)
+    eager: list[float] = field(default_factory=list)
+
+    @property
+    def spread(self) -> float:
+        """From the middle time to the farther of the quarters around it, as a part of it."""
+        times = sorted(self.total)
+        middle = median(times)
+        return max(middle - times[len(times) // 4], times[-1 - len(times) // 4] - middle) / middle
+
+    @property
+    def linear_bytes(self) -> int:
+        kinds = (Int8Linear, PackedLinear)
+        linears = [m for m in self.model.modules() if isinstance(m, kinds) or type(m).__name__ == "Conv1D"]
+        return sum(weight_bytes(linear) for linear in linears)
+
+    def row(self, new_tokens: int) -> dict[str, str]:
+        first, total = median(self.first), median(self.total)
+        return {
+            "name": self.name,
+            "perplexity": f"{self.perplexity:.3f}",
+            "weights, MB": f"{weight_bytes(self.model) / 1e6:.2f}",
+            "linears, MB": f"{self.linear_bytes / 1e6:.2f}",
+            "tokens/s": _rate(new_tokens / total),
+            "spread": f"{self.spread * 100:.0f}",
+            "first token, ms": f"{first * 1e3:.2f}",
+            "inter-token, ms": f"{(total - first) / (new_tokens - 1) * 1e3:.2f}",
+            "tokens/s, transformers": _rate(new_tokens / median(self.eager)),
+        }
 
 
 def run_demo(
-    console: Console, device_name: str, new_tokens: int, max_tokens: int, schemes: str | None, plot: Path | None
+    console: Console,
+    device_name: str,
+    new_tokens: int,
+    max_tokens: int,
+    schemes: str | None,
+    plot: Path | None,
+    quick: bool,
 ) -> None:
     began = time.perf_counter()
-    names = SCHEMES if schemes is None else tuple(name.strip() for name in schemes.split(","))
-    calibrated = {name: scheme_named(name).needs_calibration for name in names}
+    names = (QUICK if quick else SCHEMES) if schemes is None else tuple(name.strip() for name in schemes.split(","))
+    for name in names:
+        scheme_named(name)
     expect_picture(plot)
     device = pick_device(device_name)
     if not _C.build_info()["cuda"]:
         console.print("octofuse was built for the CPU only: no NVIDIA driver was found when it was installed.")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    model, tokenizer = load_float("embedded", device)
-    parameters = sum(p.numel() for p in model.parameters())
-    tokens = evaluation_tokens(tokenizer)[:max_tokens]
-    found = [_measure(str(model.dtype).removeprefix("torch."), model, tokenizer, tokens, new_tokens)]
-    for name in names:
-        model, _ = load_float("embedded", device)
-        quantize_(model, name, calibration_batches(tokenizer, model) if calibrated[name] else None)
-        found.append(_measure(name, model, tokenizer, tokens, new_tokens))
+    shown, tokens = _make(device, names, min(max_tokens, QUICK_TOKENS) if quick else max_tokens, new_tokens)
+    parameters = sum(p.numel() for p in shown[0].model.parameters())
+    _take_turns(shown, new_tokens, 3 if quick else ROUNDS)
 
     title = f"embedded GPT-2 ({parameters / 1e6:.1f}M parameters) on {where}, batch 1"
     table = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("")
     for head in COLUMNS.values():
         table.add_column(head, justify="right")
-    for one in found:
-        table.add_row(one["name"], *(one[column] for column in COLUMNS))
+    rows = [one.row(new_tokens) for one in shown]
+    for row in rows:
+        table.add_row(row["name"], *(row[column] for column in COLUMNS))
     console.print(table)
-    for one in found:
-        console.print(f"[bold]{one['name']}[/bold]\n{escape(one['text'])}\n", highlight=False)
+    if shown[0].spread > BUSY:
+        console.print(
+            "The machine was busy: other programs slowed some rounds down, so small differences mean nothing."
+        )
+    console.print(_conclusion(shown), highlight=False)
+    warn_of_fallbacks(shown[-1].model)
+    for one in shown if not quick else ():
+        console.print(f"\n[bold]{one.name}[/bold]\n{escape(one.text)}", highlight=False)
     if plot is not None:
-        draw(found, plot)
-        console.print(f"{plot}: {len(found)} schemes", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{time.perf_counter() - began:.0f} s in all; perplexity over {tokens.numel()} held-out tokens")
+        draw(rows, plot)
+        console.print(f"{plot}: {len(rows)} schemes", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{time.perf_counter() - began:.0f} s in all; perplexity over {tokens} held-out tokens")
 
 
-def draw(found: list[dict[str, str]], path: Path) -> None:
+def _make(device: torch.device, names: Sequence[str], max_tokens: int, new_tokens: int) -> tuple[list[Shown], int]:
+    """The float model and one of each scheme, each with a line on stderr as it begins; and the tokens evaluated."""
+    plain, tokenizer = load_float("embedded", device)
+    tokens = evaluation_tokens(tokenizer)[:max_tokens]
+    calibrated = any(scheme_named(name).needs_calibration for name in names)
+    batches = calibration_batches(tokenizer, plain) if calibrated else None
+    shown = []
+    for at, name in enumerate((str(plain.dtype).removeprefix("torch."), *names)):
+        print(f"{at + 1}/{len(names) + 1} {name}", file=sys.stderr, flush=True)
+        model = plain
+        if at > 0:
+            model = fuse_(quantize_(copy.deepcopy(plain), name, batches))
+        value = measure_perplexity(model, tokens, f"perplexity of {name}")
+        text = generate_text(model, tokenizer, PROMPT, new_tokens, 0.0, 0)
+        shown.append(Shown(name, model, Generator(model), value, text))
+    return shown, tokens.numel()
+
+
+def _take_turns(shown: list[Shown], new_tokens: int, rounds: int) -> None:
+    """Times of every model: octofuse.generate to the first token and for all, and transformers token by token.
+
+    All models take turns, so that a busy machine meets them alike.
+    """
+    prompt = encode(load_tokenizer("embedded"), PROMPT).unsqueeze(0).to(shown[0].generator.decoder.device)
+    print("measuring speeds", file=sys.stderr, flush=True)
+    for one in shown:  # graphs, caches, threads
+        one.generator(prompt, new_tokens)
+    began = time.perf_counter()
+    for at in range(rounds):
+        if at >= 2 and time.perf_counter() - began > SECONDS:
+            break
+        for one in shown:
+            if at >= 2 and min(one.total) > SLOW * min(shown[0].total):
+                continue
+            for count, times in ((1, one.first), (new_tokens, one.total)):
+                start = time.perf_counter()
+                one.generator(prompt, count)
+                times.append(time.perf_counter() - start)
+            eager = measure_generation(one.model, prompt, new_tokens, repeats=1, warm_up=at == 0)
+            one.eager.append(new_tokens / eager.tokens_per_second)
+
+
+def _conclusion(shown: list[Shown]) -> str:
+    """What the table shows, in a sentence."""
+    plain, *others = shown
+    usable = [one for one in others if one.perplexity < plain.perplexity * (1 + LITTLE)] or others
+    best = min(usable, key=lambda one: median(one.total))
+    speed, size = median(plain.total) / median(best.total), best.linear_bytes / plain.linear_bytes
+    cost = best.perplexity / plain.perplexity - 1
+    return (
+        f"{best.name} makes {speed:.1f}x the tokens/s of {plain.name}, with {size:.2f}x the bytes in its linears, and its "
+        f"perplexity is {cost:+.1%} of the float model's."
+    )
+
+
+def draw(rows: list[dict[str, str]], path: Path) -> None:
     """Perplexity against the linears' size, and what octofuse.generate makes of it."""
     with picture(path, (8, 5)) as axes:
-        for one in found:
+        for one in rows:
             label = f"{one['name']}: {one['tokens/s']} tokens/s"
             axes.plot(float(one["linears, MB"]), float(one["perplexity"]), "o", label=label)
         axes.set(xlabel="linears, MB", ylabel="perplexity")
@@ -90,45 +210,8 @@ def draw(found: list[dict[str, str]], path: Path) -> None:
         axes.grid(alpha=0.3)
 
 
-def _measure(name: str, model: Any, tokenizer: Any, tokens: torch.Tensor, new_tokens: int) -> dict[str, str]:
-    prompt = encode(tokenizer, PROMPT).unsqueeze(0).to(next(model.parameters()).device)
-    eager = measure_generation(model, prompt, new_tokens)
-    generator = Generator(model)
-    first, total, inter_token = _seconds(generator, prompt, new_tokens)
-    kinds = (Int8Linear, PackedLinear)
-    linears = [m for m in model.modules() if isinstance(m, kinds) or type(m).__name__ == "Conv1D"]
-    return {
-        "name": name,
-        "perplexity": f"{measure_perplexity(model, tokens, f'perplexity of {name}'):.3f}",
-        "weights, MB": f"{weight_bytes(model) / 1e6:.2f}",
-        "linears, MB": f"{sum(weight_bytes(linear) for linear in linears) / 1e6:.2f}",
-        "tokens/s": _rate(new_tokens / total),
-        "first token, ms": f"{first * 1e3:.2f}",
-        "inter-token, ms": f"{inter_token * 1e3:.2f}",
-        "tokens/s, transformers": _rate(eager.tokens_per_second),
-        "text": generate_text(model, tokenizer, PROMPT, new_tokens, 0.0, 0),
-    }
-
-
 def _rate(tokens_per_second: float) -> str:
     return f"{tokens_per_second:.0f}" if tokens_per_second >= 10 else f"{tokens_per_second:.2g}"
-
-
-def _seconds(generator: Generator, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float, float]:
-    """octofuse.generate, greedy: to the first token, for all, and between two of them.
-
-    The fastest of five calls after one that captures its graphs. Those for one token and for all take turns, so that a
-    busy machine meets both alike; the tokens behind the first take the median of the differences.
-    """
-
-    def seconds(count: int) -> float:
-        began = time.perf_counter()
-        generator(prompt, count)
-        return time.perf_counter() - began
-
-    pairs = [(seconds(1), seconds(new_tokens)) for _ in range(6)][1:]
-    first, total = (min(times) for times in zip(*pairs, strict=True))
-    return first, total, median(every - one for one, every in pairs) / (new_tokens - 1)
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from octofuse.cli.common import (
     evaluation_tokens,
-    expect_picture,
     load_any,
     load_float,
     measure_perplexity,
@@ -19,6 +18,7 @@ from octofuse.cli.common import (
     progress,
     window_of,
 )
+from octofuse.cli.files import expect_picture, expect_text
 from octofuse.models import Comparison, compare
 
 BAD = 6.0  # dB below its neighbours: a layer to look at
@@ -37,6 +37,7 @@ def run_evaluate(
     if plot is not None and against is None:
         raise ValueError("plot: expected --against a floating-point model beside it; there is nothing else to draw")
     expect_picture(plot)
+    expect_text("text", text)
     where = pick_device(device)
     loaded, tokenizer = load_any(model, where)
     tokens = evaluation_tokens(tokenizer, text)[:max_tokens]

@@ -10,13 +10,13 @@ from rich.table import Table
 from octofuse.cli.common import (
     calibration_batches,
     evaluation_tokens,
-    expect_picture,
     load_float,
     pick_device,
     picture,
     progress,
     window_of,
 )
+from octofuse.cli.files import expect_picture, expect_text
 from octofuse.models import Mixture, frontier
 from octofuse.models.frontier import FLOAT
 from octofuse.quant import scheme_named
@@ -36,6 +36,8 @@ def run_frontier(
     names = [name.strip() for name in schemes.split(",")]
     calibrates = any(scheme_named(name).needs_calibration for name in names if name != FLOAT)
     expect_picture(plot)
+    expect_text("text", text)
+    expect_text("calibration", calibration)
     loaded, tokenizer = load_float(model, pick_device(device))
     tokens = evaluation_tokens(tokenizer, text)[:max_tokens]
     batches = calibration_batches(tokenizer, loaded, calibration) if calibrates else None

@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
-from octofuse.cli.common import calibration_batches, exceptions_of, load_float, pick_device
+from octofuse.cli.common import calibration_batches, exceptions_of, load_float, pick_device, warn_of_fallbacks
+from octofuse.cli.files import expect_new_folder, expect_text
 from octofuse.generate import own_text
 from octofuse.models import distill_, quantize_, save, weight_bytes
 from octofuse.models.distill import has_trainable_codes
@@ -26,6 +27,7 @@ def run_quantize(
     calibration: Path | None,
     distill: int,
     codes: bool,
+    with_tokenizer: bool,
     device: str,
 ) -> None:
     chosen = scheme_named(scheme)
@@ -33,17 +35,20 @@ def run_quantize(
     needed = [chosen, *(scheme_named(other) for other in others.values() if other is not None)]
     _check_training(needed, scheme, distill, codes)
     where = pick_device(device)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"output: expected a new or empty folder, got {output}")
-    loaded, tokenizer = load_float(model, where)
-    before = weight_bytes(loaded)
+    expect_new_folder(output)
+    expect_text("calibration", calibration)
     calibrates = distill > 0 or any(one.needs_calibration for one in needed)
+    if calibrates and not with_tokenizer:
+        raise ValueError(f"no-tokenizer: expected a scheme that needs no calibration text, got {scheme}")
+    loaded, tokenizer = load_float(model, where, with_tokenizer=with_tokenizer)
+    before = weight_bytes(loaded)
     batches = calibration_batches(tokenizer, loaded, calibration) if calibrates else []
     quantize_(loaded, chosen, batches if calibrates else None, exceptions=others)
     if distill > 0:
         divergence = _distill(loaded, load_float(model, where)[0], batches, distill, codes)
         console.print("KL divergence from the float model: {:.4f} -> {:.4f} nats a token".format(*divergence))
     save(loaded, output, tokenizer)
+    warn_of_fallbacks(loaded)
     console.print(f"{output}: {scheme}, {before / 1e6:.1f} MB -> {weight_bytes(loaded) / 1e6:.1f} MB of weights")
 
 

@@ -6,7 +6,7 @@ from octofuse.models.distill import distill_
 from octofuse.models.evaluate import GenerationSpeed, measure_generation, perplexity
 from octofuse.models.frontier import Mixture, frontier
 from octofuse.models.fused import fuse_, unfuse_
-from octofuse.models.quantize import quantize_, weight_bytes
+from octofuse.models.quantize import fallbacks, quantize_, weight_bytes
 
 __all__ = [
     "Comparison",
@@ -14,6 +14,7 @@ __all__ = [
     "Mixture",
     "compare",
     "distill_",
+    "fallbacks",
     "frontier",
     "fuse_",
     "load",

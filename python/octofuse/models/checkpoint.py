@@ -67,12 +67,23 @@ def _schemes_of(model: nn.Module) -> dict[str, Any]:
 
 
 def is_checkpoint(folder: str | Path) -> bool:
-    """True if the folder's config.json says that octofuse wrote it."""
+    """True if the folder's config.json says that octofuse wrote it. ValueError where that file is broken."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         return False
-    found = json.loads(path.read_text()).get("quantization_config") or {}
+    found = _config_of(path).get("quantization_config") or {}
     return bool(found.get("quant_method") == METHOD)
+
+
+def _config_of(path: Path) -> dict[str, Any]:
+    """ValueError that names the file where it is broken."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
 
 
 def load(folder: str | Path, device: torch.device | str = "cpu") -> nn.Module:
@@ -88,7 +99,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> nn.Module:
         raise ValueError(f"{folder / 'config.json'}: expected quant_method {METHOD!r}; this is no octofuse checkpoint")
     if not (folder / WEIGHTS).is_file():
         raise FileNotFoundError(f"{folder / WEIGHTS}: not found; the checkpoint is incomplete")
-    config = json.loads((folder / "config.json").read_text())
+    config = _config_of(folder / "config.json")
     quantization = config.pop("quantization_config")
     if quantization.get("version") != VERSION:
         raise ValueError(f"{folder}: expected checkpoint version {VERSION}, got {quantization.get('version')}")

@@ -78,9 +78,13 @@ class GenerationSpeed:
 
 
 @torch.no_grad()
-def measure_generation(model: nn.Module, prompt: Tensor, new_tokens: int, *, repeats: int = 3) -> GenerationSpeed:
-    """prompt int64 [1, T] on the model's device. The fastest of `repeats` runs after one to warm up; wall clock."""
-    runs = [_timed_generation(model, prompt, new_tokens) for _ in range(repeats + 1)][1:]
+def measure_generation(
+    model: nn.Module, prompt: Tensor, new_tokens: int, *, repeats: int = 3, warm_up: bool = True
+) -> GenerationSpeed:
+    """prompt int64 [1, T] on the model's device. The fastest of `repeats` runs, after one to warm up; wall clock."""
+    if warm_up:
+        _timed_generation(model, prompt, new_tokens)
+    runs = [_timed_generation(model, prompt, new_tokens) for _ in range(repeats)]
     return min(runs, key=lambda run: -run.tokens_per_second)
 
 

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from octofuse.models.blocks import Source, normed, valued
 from octofuse.models.smooth import fold, folded, scales_for
-from octofuse.nn import QUANTISED, linear_layers, output_heads, quantised_layer, replace_module
-from octofuse.nn.linear import weight_of
-from octofuse.quant import AmaxObserver, AnyScheme, Histogram, Scheme, clipped_amax, observe, scheme_named
+from octofuse.nn import QUANTISED, PackedLinear, linear_layers, output_heads, quantised_layer, replace_module
+from octofuse.nn.linear import is_conv1d, weight_of
+from octofuse.ops import cpu
+from octofuse.quant import AmaxObserver, AnyScheme, Histogram, Scheme, observe, scheme_named
 from octofuse.quant.affine import PERCENTILE
+from octofuse.quant.calibrate import clipped_amax, range_losses
 
+_LOG = logging.getLogger("octofuse")
 SAMPLES = 2048  # rows of each layer's input that a search of alpha or of a range looks at: fewer lose twice as much
 
 
+Model = TypeVar("Model", bound=nn.Module)
+
+
 def quantize_(
-    model: nn.Module,
+    model: Model,
     scheme: str | AnyScheme = "w8a8-dynamic",
     calibration: Iterable[Any] | None = None,
     *,
     exceptions: Mapping[str, str | AnyScheme | None] | None = None,
     progress: bool = True,
-) -> nn.Module:
-    """Quantise the model's linears in place and return it.
+) -> Model:
+    """Quantise the model's linears in place and return it, its parameters frozen: quantised layers have no backward.
 
     Args:
         model: a transformers model, or any module with nn.Linear or Conv1D layers.
@@ -46,6 +53,11 @@ def quantize_(
     NaN; the model is then as it was.
     """
     chosen = scheme_named(scheme)
+    if isinstance(model, nn.Linear) or is_conv1d(model):
+        raise ValueError(
+            f"model: expected a module around the layers to exchange, got a {type(model).__name__} itself; "
+            "octofuse.nn.quantised_layer(layer, scheme_named(name)) makes one layer"
+        )
     layers = linear_layers(model)
     heads = {name: head for name, head in output_heads(model).items() if name in (exceptions or {})}
     if any(isinstance(module, QUANTISED) for module in model.modules()):
@@ -80,6 +92,7 @@ def quantize_(
         replace_module(model, name, replacement)
     if any(name in built for name in heads):
         model.config.tie_word_embeddings = False  # type: ignore[union-attr]
+    model.requires_grad_(False)
     return model
 
 
@@ -150,8 +163,7 @@ def calibrated(
         by_values = any(scheme.clipping in ("percentile", "entropy") for scheme in schemes)
         # A histogram of what a layer reads says nothing of what it would read smoothed: there, rows are kept instead.
         searches = any(s.smoothing in ("search", "awq") or s.clipping == "mse" for s in schemes)
-        keeps = searches or (by_values and bool(sources))
-        samples = SAMPLES if keeps else 0
+        samples = SAMPLES if searches or by_values else 0
         second = [name for name, own in plan.items() if not isinstance(own, Scheme) and own.method == "gptq"]
         observers = observe(
             layers,
@@ -171,6 +183,7 @@ def calibrated(
     smooth = {name: s for source, s in zip(sources, scales, strict=True) for name in source.linears}
     names = tracked([name for name in layers if plan[name].is_static], "finding ranges", progress)
     ranges = {name: _range_of(layers[name], observers[name], smooth.get(name), plan[name]) for name in names}
+    _tell_of_maxima(ranges, observers, smooth, plan)
     moments = {name: m for name in second if (m := observers[name].moments) is not None}
     for name in moments.keys() & smooth.keys():  # beside a layer that is smoothed
         moments[name] /= smooth[name].outer(smooth[name])
@@ -199,19 +212,41 @@ def _scales_of(
 
 
 def _range_of(layer: nn.Module, observer: AmaxObserver, scales: Tensor | None, scheme: AnyScheme) -> Tensor:
-    """The largest |x|, fp32 [], that the layer's static scale has to cover, smoothing included."""
+    """The largest |x|, fp32 [], that the layer's static scale has to cover, smoothing included.
+
+    What a percentile or the entropy would clip stays in where the layer's output is worse without it.
+    """
     smooth = torch.ones((), device=observer.result().device) if scales is None else scales
     amax = (observer.result() / smooth).amax()
     if scheme.clipping == "max":
         return amax
+    rows, weight = torch.cat(observer.samples).float() / smooth, weight_of(layer).float() * smooth
     if scheme.clipping in ("percentile", "entropy"):
         values = observer.histogram
         if scales is not None or values is None:
             values = Histogram()
-            values.add(torch.cat(observer.samples).float() / smooth)
+            values.add(rows)
         clipped = values.entropy() if scheme.clipping == "entropy" else values.percentile(PERCENTILE)
-        return torch.minimum(clipped.to(amax.device), amax)
-    return clipped_amax(torch.cat(observer.samples).float() / smooth, weight_of(layer).float() * smooth, amax)
+        clipped = torch.minimum(clipped.to(amax.device), amax)
+        loss, plain = range_losses(rows, weight, (clipped, amax))
+        return clipped if loss <= plain else amax
+    return clipped_amax(rows, weight, amax)
+
+
+def _tell_of_maxima(
+    ranges: Mapping[str, Tensor],
+    observers: Mapping[str, AmaxObserver],
+    smooth: Mapping[str, Tensor],
+    plan: Mapping[str, AnyScheme],
+) -> None:
+    """Log how many layers of a clipping scheme took the plain maximum."""
+    clipped = [name for name in ranges if plan[name].clipping in ("percentile", "entropy")]
+    kept = [name for name in clipped if ranges[name] == (observers[name].result() / smooth.get(name, 1.0)).amax()]
+    if kept:
+        _LOG.warning(
+            "%s: %d of %d layers take the plain maximum: on the calibration batches clipping lost",
+            plan[kept[0]].clipping, len(kept), len(clipped),
+        )  # fmt: skip
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -220,10 +255,32 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
+def fallbacks(model: nn.Module) -> list[str]:
+    """One sentence for each way in which quantised layers run slower here than their kernels would, none if they do not."""
+    layers = [module for module in model.modules() if isinstance(module, QUANTISED)]
+    devices = {next(layer.buffers()).device.type for layer in layers}
+    notes = []
+    if "cpu" in devices and cpu.isa() == "portable":
+        notes.append("this CPU has none of the instruction sets that octofuse knows: int8 may be slower than fp32")
+    slow = [layer for layer in layers if isinstance(layer, PackedLinear) and _is_dequantized(layer)]
+    if slow:
+        notes.append(
+            f"{len(slow)} layers in fp32 have no kernel on a GPU and are dequantised at every call: model.half()"
+        )
+    return notes
+
+
+def _is_dequantized(layer: PackedLinear) -> bool:
+    scales = getattr(layer, layer.scales)
+    return bool(scales.is_cuda and scales.dtype == torch.float32)
+
+
 def tracked(items: Iterable[Any], description: str, show: bool) -> Iterable[Any]:
-    if not show:
-        return items
     from rich.console import Console
+
+    console = Console(stderr=True)
+    if not (show and console.is_terminal):  # a bar in a file is a pile of blank lines
+        return items
     from rich.progress import track
 
-    return track(items, description=description, console=Console(stderr=True), transient=True)
+    return track(items, description=description, console=console, transient=True)

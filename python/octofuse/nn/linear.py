@@ -101,7 +101,7 @@ class Int8Linear(nn.Module):
         Args:
             x: floating point `[..., K]`, dense in K; or int8, which the layer before has written with this one's
                 input_scale.
-            norm: in front; on the CPU a pass of its own.
+            norm: in front.
             activation: None, "relu", "gelu", "gelu_tanh" or "silu"; the layer's own, and its engine, belong to forward().
             residual: floating point `[..., N]`.
             out_scale: fp32 `[]`: int8 output, for a layer that has it as its input_scale.
@@ -112,7 +112,6 @@ class Int8Linear(nn.Module):
         Raises:
             TypeError, ValueError: naming the argument.
         """
-        x, options = in_front(norm, x)
         out_dtype = x.dtype
         if out_dtype == torch.int8:
             like = residual if residual is not None else self.bias
@@ -120,7 +119,7 @@ class Int8Linear(nn.Module):
         return quantized_linear(
             x, self.weight, self.weight_scale, self.bias, x_scale=self.input_scale, activation=activation,
             residual=residual, out_dtype=out_dtype, out_scale=out_scale, constant_weight=True,
-            **options,
+            **in_front(norm),
         )  # fmt: skip
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
@@ -144,9 +143,9 @@ def is_conv1d(layer: nn.Module) -> bool:
 
 def weight_of(layer: nn.Module) -> Tensor:
     """The weight of nn.Linear or Conv1D as `[N, K]`; TypeError for other layers."""
-    if isinstance(layer, nn.Linear):
-        return layer.weight.detach()
-    if is_conv1d(layer):
-        weight: Tensor = layer.weight.detach()  # type: ignore[assignment,operator]
-        return weight.t().contiguous()
-    raise TypeError(f"layer: expected nn.Linear or transformers Conv1D, got {type(layer).__name__}")
+    if not (isinstance(layer, nn.Linear) or is_conv1d(layer)):
+        raise TypeError(f"layer: expected nn.Linear or transformers Conv1D, got {type(layer).__name__}")
+    weight: Tensor = layer.weight.detach()  # type: ignore[assignment,operator]
+    if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise TypeError(f"weight: expected dtype float16, bfloat16 or float32, got {weight.dtype}")
+    return weight if isinstance(layer, nn.Linear) else weight.t().contiguous()

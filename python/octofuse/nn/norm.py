@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from octofuse import ops
 
@@ -33,25 +32,15 @@ class Norm(NamedTuple):
         return cls(kind, None if weight is None else weight.detach(), None if bias is None else bias.detach(), eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The norm of x, floating point `[..., K]`, in its dtype.
+        """The norm of x, floating point `[..., K]`, in its dtype; the same bits on every device.
 
-        On the CPU torch's own, as in the float model: `ops.layer_norm`, with a GPU's bits, would take a third of a
-        decoding step there. Raises TypeError or ValueError for an unknown kind, int8 x and other shapes.
+        Raises TypeError or ValueError for an unknown kind, int8 x and other shapes.
         """
-        if self.kind not in ("layer_norm", "rms_norm"):
-            raise ValueError(f"norm: expected kind 'layer_norm' or 'rms_norm', got {self.kind!r}")
-        if x.is_cuda:
-            if self.kind == "rms_norm":
-                return ops.rms_norm(x, self.weight, self.eps)
-            return ops.layer_norm(x, self.weight, self.bias, self.eps)
-        if not x.is_floating_point():
-            raise TypeError(f"x: expected floating point in front of a norm, got dtype {x.dtype}")
-        for name, tensor in (("weight", self.weight), ("bias", self.bias)):
-            if tensor is not None and tensor.shape != x.shape[-1:]:
-                raise ValueError(f"norm: expected {name} of shape {list(x.shape[-1:])}, got {list(tensor.shape)}")
         if self.kind == "rms_norm":
-            return functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-        return functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+            return ops.rms_norm(x, self.weight, self.eps)
+        if self.kind == "layer_norm":
+            return ops.layer_norm(x, self.weight, self.bias, self.eps)
+        raise ValueError(f"norm: expected kind 'layer_norm' or 'rms_norm', got {self.kind!r}")
 
     def options(self) -> dict[str, Any]:
         """As `quantized_linear` and `woq_linear` take it."""
@@ -64,9 +53,7 @@ def check_is_norm(norm: Norm | None) -> None:
         raise TypeError(f"norm: expected octofuse.nn.Norm or None, got {type(norm).__name__}")
 
 
-def in_front(norm: Norm | None, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """x, and how an op is asked for the norm: on the CPU it is a pass of its own, which has been done to x."""
+def in_front(norm: Norm | None) -> dict[str, Any]:
+    """How an op is asked for the norm, if there is one."""
     check_is_norm(norm)
-    if norm is None:
-        return x, {}
-    return (x, norm.options()) if x.is_cuda else (norm(x), {})
+    return {} if norm is None else norm.options()

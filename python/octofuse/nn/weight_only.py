@@ -101,7 +101,7 @@ class PackedLinear(nn.Module):
 
         Args:
             x: floating point `[..., K]`.
-            norm: in front; on the CPU a pass of its own.
+            norm: in front.
             activation: None, "relu", "gelu", "gelu_tanh" or "silu".
             residual: floating point `[..., N]`.
             out_scale: fp32 `[]`: int8 output, for a layer that has it as its input_scale.
@@ -115,9 +115,8 @@ class PackedLinear(nn.Module):
         # The packing knows K only up to a multiple of 128.
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"x: expected shape [..., {self.in_features}], got {list(x.shape)}")
-        x, options = in_front(norm, _dense(x))
         return self._multiply(
-            x, activation=activation, residual=residual, out_scale=out_scale, constant_weight=True, **options
+            _dense(x), activation=activation, residual=residual, out_scale=out_scale, constant_weight=True, **in_front(norm)
         )  # fmt: skip
 
     def extra_repr(self) -> str:

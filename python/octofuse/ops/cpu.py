@@ -1,6 +1,7 @@
-"""The CPU engines: `onednn` (AVX-512 VNNI or AMX through torch) and `reference` (plain torch, any machine).
+"""CPU engines besides `_C`'s own, `cpu`: `onednn` (AVX-512 VNNI or AMX through torch) and `reference` (plain torch).
 
-Both give the accumulators exactly; everything behind them is `reference.finish`, so their bits are the same.
+All give the accumulators exactly and compute the same formula behind them, so their bits are the same. "auto" is `cpu`;
+where the CPU has AMX, whose tiles oneDNN knows, `onednn` from AMX_ROWS rows on.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import weakref
 import torch
 from torch import Tensor
 
-from octofuse import reference
+from octofuse import _C, reference
 
-ENGINES = ("onednn", "reference")
+ENGINES = ("cpu", "onednn", "reference")
+AMX_ROWS = 16
 
 
 @functools.cache
@@ -36,23 +38,37 @@ def why_not_onednn() -> str:
     return ""
 
 
-def select(engine: str) -> str:
-    """The CPU engine that serves `engine`; ValueError with the reason if none does."""
-    if engine in ("auto", "onednn"):
+def isa() -> str:
+    """The instruction set of the engine `cpu`, such as "avx2"; "portable" where this CPU has none that is known."""
+    return str(_C.cpu_info()["isa"])
+
+
+def has_amx() -> bool:
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
+
+
+if has_amx():
+    _C.prefer_onednn(AMX_ROWS)
+
+
+def select(engine: str, rows: int = 1) -> str:
+    """The CPU engine that serves `engine` for so many rows; ValueError with the reason if none does."""
+    if engine in ("cpu", "reference"):
+        return engine
+    if engine == "auto":
+        return "onednn" if has_amx() and rows >= AMX_ROWS and not why_not_onednn() else "cpu"
+    if engine == "onednn":
         reason = why_not_onednn()
         if not reason:
-            return "onednn"
-        if engine == "auto":
-            return "reference"
+            return engine
         raise ValueError(f"engine: expected one that can serve this call, got 'onednn'; onednn: {reason}")
-    if engine == "reference":
-        return engine
-    raise ValueError(f"engine: expected one of 'auto', 'onednn', 'reference' for CPU tensors, got {engine!r}")
+    names = ", ".join(map(repr, ENGINES))
+    raise ValueError(f"engine: expected one of 'auto', {names} for CPU tensors, got {engine!r}")
 
 
 def accumulate(x: Tensor, w: Tensor, engine: str) -> Tensor:
     """x [M, K], w [N, K] int8 -> [M, N]: int32 accumulators, or (oneDNN) their one rounding to fp32."""
-    if select(engine) == "onednn":
+    if engine == "onednn":
         return _onednn_product(x, _packed(w))
     return reference.accumulate(x, w)
 
@@ -61,7 +77,7 @@ def select_raw(engine: str) -> str:
     """int32 outputs come from the reference: oneDNN writes fp32, which rounds above 2^24."""
     if engine == "onednn":
         raise ValueError("engine: expected one that can serve this call, got 'onednn'; onednn: it has no int32 output")
-    return "reference" if engine == "auto" else select(engine)
+    return "cpu" if engine == "auto" else select(engine)
 
 
 def _pack(w: Tensor) -> Tensor:

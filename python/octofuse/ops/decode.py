@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from octofuse import _C
-from octofuse.ops import gemm, rows
-from octofuse.ops._calls import LinearCall, RowLinearCall, Scale, run
-from octofuse.ops.quantize import _per_tensor, _per_token
+from octofuse.ops import rows
+from octofuse.ops._calls import RowLinearCall, Scale, run
 
 
 def quantized_linear(
@@ -69,18 +68,7 @@ def quantized_linear(
 
 
 def _quantized_linear(call: RowLinearCall) -> Tensor:
-    result = _C.quantized_linear(call)
-    if result is not None:
-        return result
-    x, x_scale = call.x, call.x_scale
-    if call.norm is not None:
-        x = rows.normed(call)
-    if x_scale is None:
-        q, x_scale = _per_token(x)
-    else:
-        q = x if x.dtype == torch.int8 else _per_tensor(x, x_scale)
-    epilogue = (call.bias, call.activation, call.residual, call.out_dtype, call.out_scale)
-    return gemm._linear(LinearCall(q, call.w, x_scale, call.w_scale, *epilogue, "auto", None, None, False))
+    return _C.quantized_linear(call)
 
 
 def serves(device: torch.device, dtype: torch.dtype, head_size: int, width: int) -> bool:

@@ -107,13 +107,21 @@ def _explain_int8(
     if x.is_cuda:
         raw = out_dtype == torch.int32
         return _explanation(_C.explain(m, n, k, dtype_name(out_dtype), raw, double, engine, x.get_device()))
-    name = cpu.select_raw(engine) if out_dtype == torch.int32 else cpu.select(engine)
-    declined: tuple[tuple[str, str], ...] = ()
-    if name == "reference":
-        reason = cpu.why_not_onednn() or ("it has no int32 output" if out_dtype == torch.int32 else "not asked for")
-        declined = (("onednn", reason),)
-    why = "asked for by name" if engine != "auto" else "first that can serve"
-    return Explanation(name, why, declined, name)
+    chosen = cpu.select_raw(engine) if out_dtype == torch.int32 else cpu.select(engine, m)
+    if engine != "auto":
+        return Explanation(_kernel(chosen), "asked for by name", (), _kernel(chosen))
+    no_int32 = "it has no int32 output" if out_dtype == torch.int32 else ""
+    reasons = {
+        "cpu": f"slower from {cpu.AMX_ROWS} rows on, on this CPU with AMX",
+        "onednn": cpu.why_not_onednn() or no_int32 or f"slower without AMX or with fewer than {cpu.AMX_ROWS} rows",
+        "reference": "slower: plain torch, in double",
+    }
+    declined = tuple((_kernel(name), reason) for name, reason in reasons.items() if name != chosen)
+    return Explanation(_kernel(chosen), "the fastest of those that can serve", declined, _kernel(chosen))
+
+
+def _kernel(engine: str) -> str:
+    return f"cpu/{cpu.isa()}" if engine == "cpu" else engine
 
 
 def _check_int8(x: Tensor, w: Tensor, out_dtype: torch.dtype) -> None:

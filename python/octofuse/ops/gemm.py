@@ -1,8 +1,8 @@
 """int8 linear layers with a fused epilogue: the public functional API.
 
 Every function takes x [..., K] int8 and w [N, K] int8, both dense in K, on one device, and computes
-`reference`'s formula. CUDA tensors go to `_C` (cuBLASLt, CUTLASS or the naive kernel), CPU tensors to oneDNN or
-plain torch. Bad arguments raise TypeError or ValueError naming the argument before anything is launched.
+`reference`'s formula. All tensors go to `_C`, which has kernels for GPUs and CPUs; on CPUs with AMX many rows go to
+oneDNN. Bad arguments raise TypeError or ValueError naming the argument before anything is launched.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _dispatch(op: str, arguments: tuple[Any, ...], out: Tensor | None) -> Tensor
     return out
 
 
-# What both the direct path and the dispatcher run. `_C` checks everything and, for CPU tensors, returns None.
+# What both the direct path and the dispatcher run. `_C` checks everything and returns None where torch is to compute.
 
 
 def _linear(call: LinearCall, out: Tensor | None = None) -> Tensor:
@@ -142,12 +142,14 @@ def _linear(call: LinearCall, out: Tensor | None = None) -> Tensor:
         return result
     x, w = call.x, call.w
     flat = x.reshape(-1, x.shape[-1])
-    if call.x_zero_point is None or call.w_sum is None:
-        acc = cpu.accumulate(flat, w, call.engine)
-    else:
-        # oneDNN's products are rounded to fp32: nothing could be subtracted from them exactly.
-        cpu.select_raw(call.engine)
-        acc = reference.subtract_zero_point(reference.accumulate(flat, w), call.x_zero_point, call.w_sum)
+    # oneDNN's products are rounded to fp32: nothing could be subtracted from them exactly.
+    symmetric = call.x_zero_point is None or call.w_sum is None
+    engine = cpu.select(call.engine, flat.shape[0]) if symmetric else cpu.select_raw(call.engine)
+    if engine == "cpu":
+        return _linear(call._replace(engine=engine), out)
+    acc = cpu.accumulate(flat, w, engine)
+    if call.x_zero_point is not None and call.w_sum is not None:
+        acc = reference.subtract_zero_point(acc, call.x_zero_point, call.w_sum)
     residual = None if call.residual is None else call.residual.reshape(acc.shape)
     scales = (call.x_scale, call.w_scale)
     t = reference.finish(acc, *scales, call.bias, call.activation, residual, call.out_dtype, call.out_scale)
@@ -158,7 +160,8 @@ def _matmul(x: Tensor, w: Tensor, engine: str, out: Tensor | None = None) -> Ten
     result = _C.matmul(x, w, None, engine, out)
     if result is not None:
         return result
-    cpu.select_raw(engine)
+    if cpu.select_raw(engine) == "cpu":
+        return _matmul(x, w, "cpu", out)
     return _deliver(reference.accumulate(x.reshape(-1, x.shape[-1]), w), x, w, out)
 
 
@@ -166,7 +169,10 @@ def _matmul_i8(x: Tensor, w: Tensor, alpha: float, engine: str, out: Tensor | No
     result = _C.matmul(x, w, alpha, engine, out)
     if result is not None:
         return result
-    t = cpu.accumulate(x.reshape(-1, x.shape[-1]), w, engine).float() * torch.tensor(alpha, dtype=torch.float32)
+    flat = x.reshape(-1, x.shape[-1])
+    if (chosen := cpu.select(engine, flat.shape[0])) == "cpu":
+        return _matmul_i8(x, w, alpha, chosen, out)
+    t = cpu.accumulate(flat, w, chosen).float() * torch.tensor(alpha, dtype=torch.float32)
     return _deliver(reference.requantize(t, 1.0, low=-128), x, w, out)
 
 

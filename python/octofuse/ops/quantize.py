@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octofuse import _C, reference
+from octofuse import _C
 from octofuse.ops._calls import Scale
 from octofuse.ops._guard import as_tensor, goes_direct, refuse_gradients
 
@@ -49,23 +49,17 @@ def dequantize(q: Tensor, scale: Scale, *, out_dtype: torch.dtype = torch.float1
 
 def _per_tensor(x: Tensor, scale: Scale) -> Tensor:
     refuse_gradients("quantize_per_tensor", x=x, scale=scale)
-    result = _C.quantize_per_tensor(x, scale)
-    return reference.quantize(x, scale) if result is None else result
+    return _C.quantize_per_tensor(x, scale)
 
 
 def _per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     refuse_gradients("quantize_per_token", x=x)
-    result = _C.quantize_per_token(x)
-    return reference.quantize_per_token(x) if result is None else result
+    return _C.quantize_per_token(x)
 
 
 def _dequantize(q: Tensor, scale: Scale, out_dtype: torch.dtype) -> Tensor:
     refuse_gradients("dequantize", scale=scale)
-    result = _C.dequantize(q, scale, out_dtype)
-    if result is not None:
-        return result
-    flat = reference.dequantize(q.reshape(-1, q.shape[-1]), 1.0, scale)
-    return flat.to(out_dtype).reshape(q.shape)
+    return _C.dequantize(q, scale, out_dtype)
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {

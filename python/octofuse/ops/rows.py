@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from octofuse import _C, reference
+from octofuse import _C
 from octofuse.ops._calls import LowbitCall, RowLinearCall, RowsCall, Scale, run
 
 
@@ -135,24 +135,7 @@ def _call(
 
 
 def _rows(call: RowsCall) -> list[Tensor]:
-    results = _C.rows(call)
-    if results is not None:
-        return results
-    x, op, residual, weight, bias, eps, activation, quantize, scale = call
-    h = None if residual is None else x + residual
-    if op in ("layer_norm", "rms_norm"):
-        y = reference.norm(x if h is None else h, weight, bias, eps, center=op == "layer_norm")
-    elif op == "activation":
-        y = reference.activate(x.float(), activation).to(x.dtype)
-    else:
-        gates, rest = x.chunk(2, dim=-1)
-        y = reference.activate(gates.float(), activation).to(x.dtype) * rest
-    tail = [] if h is None else [h]
-    if not quantize:
-        return [y, *tail]
-    if scale is None:
-        return [*reference.quantize_per_token(y), *tail]
-    return [reference.quantize(y, scale), *tail]
+    return _C.rows(call)
 
 
 def check_norm(norm: str | None, weight: Tensor | None, bias: Tensor | None) -> None:

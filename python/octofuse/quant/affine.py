@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Literal
 
 import torch
@@ -69,6 +70,14 @@ class Scheme:
 
 PERCENTILE = 0.9999  # of clipping="percentile"
 
+# The names that most people want, the first four first: what an unknown name is compared with.
+USUAL = (
+    "w8a8-dynamic", "w8a16", "w4a16-g128", "bcq-q3-g128",
+    "w8a8-static", "w8a8-static-mse-smooth", "w8a8-static-tensor", "w4a16-g128-zp-gptq", "w4a16-g128-gptq",
+    "w4a16-g128-awq", "w4a16-g128-mse", "w3a16-g128-gptq", "w2a16-g128-gptq", "bcq-q4-g128", "bcq-q2-g128",
+    "sparse12-w7-g128",
+)  # fmt: skip
+
 # All that there are, but for smoothing.
 SCHEMES = {
     "w8a8-dynamic": Scheme("channel", "token"),
@@ -95,7 +104,7 @@ def scheme_named(name: str | AnyScheme) -> AnyScheme:
     """The scheme behind a name: one of SCHEMES, with "-smooth", "-smooth0.7" or "-smooth-search" for SmoothQuant, and
     "-values" behind that to smooth attention's output too; or a weight-only one, as `weight_only_named` reads it.
 
-    Raises ValueError that lists them, TypeError for what is neither.
+    Raises ValueError that names the nearest, TypeError for what is neither.
     """
     if isinstance(name, Scheme | WeightOnly):
         return name
@@ -107,10 +116,10 @@ def scheme_named(name: str | AnyScheme) -> AnyScheme:
     values = rest.endswith("-values")
     alpha = _alpha(rest.removesuffix("-values"))
     if base not in SCHEMES or alpha is None:
+        alike = get_close_matches(name, USUAL, 1, 0.3)
+        hint = f"; did you mean {alike[0]!r}?" if alike else ""
         raise ValueError(
-            f"scheme: expected one of {', '.join(SCHEMES)}, each also with -smooth, -smooth<alpha in 0 to 1> or "
-            f"-smooth-search (and -values behind those), w<bits>a16[-g<group>][-zp][-mse, -gptq or -awq], "
-            f"bcq-q<bits>[-g<group>] or sparse12-w7[-g<group>], got {name!r}"
+            f"scheme: expected a name such as {', '.join(USUAL[:4])} (`octofuse schemes` lists them), got {name!r}{hint}"
         )
     return replace(SCHEMES[base], smoothing=alpha, smooth_values=values) if smooth else SCHEMES[base]
 

@@ -150,8 +150,24 @@ def _least_squares(w: Tensor, codes: Tensor, inside: Tensor, bits: int) -> Tenso
     weighted = signs * inside.unsqueeze(-1)
     products = weighted.transpose(-1, -2) @ signs
     products += torch.eye(bits, device=w.device) * 1e-4 * inside.sum(-1).view(1, -1, 1, 1)
-    found: Tensor = torch.linalg.solve(products, weighted.transpose(-1, -2) @ w.unsqueeze(-1)).squeeze(-1)
+    found = _solved(products, (weighted.transpose(-1, -2) @ w.unsqueeze(-1)).squeeze(-1))
     return found.abs().sort(-1, descending=True).values  # a code with the other sign is as good
+
+
+def _solved(matrices: Tensor, right: Tensor) -> Tensor:
+    """x of matrices [..., q, q] @ x = right [..., q], positive definite: all systems a step at a time, since LAPACK
+    takes each of these small ones by itself."""
+    a = torch.cat([matrices, right.unsqueeze(-1)], -1)
+    size = right.shape[-1]
+    for i in range(size):
+        row = a[..., i, i:] / a[..., i, i, None]
+        a[..., i, i:] = row
+        below = a[..., i + 1 :, i, None]
+        a[..., i + 1 :, i:] -= below * row.unsqueeze(-2)
+    x = torch.empty_like(right)
+    for i in reversed(range(size)):
+        x[..., i] = a[..., i, size] - (a[..., i, i + 1 : size] * x[..., i + 1 :]).sum(-1)
+    return x
 
 
 def _loss(w: Tensor, codes: Tensor, alpha: Tensor, inside: Tensor) -> Tensor:

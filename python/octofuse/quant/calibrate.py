@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -108,13 +108,19 @@ def clipped_amax(x: Tensor, w: Tensor, amax: Tensor) -> Tensor:
     Args: x [M, K], sample inputs of the layer; w [N, K], its weight; amax [], the calibrated max |x|.
     The loss is the mean squared error of x @ w^T: an outlier that the weight hardly reads may be clipped.
     """
+    losses = range_losses(x, w, [amax * clip for clip in CLIPS])
+    return amax * CLIPS[int(torch.stack(losses).argmin())]
+
+
+def range_losses(x: Tensor, w: Tensor, ranges: Sequence[Tensor]) -> list[Tensor]:
+    """The mean squared error of x @ w^T, x [M, K] and w [N, K], with each of these fp32 [] as x's int8 range."""
     rows, weight = x.float(), w.float()
     want = rows @ weight.t()
     losses = []
-    for clip in CLIPS:
-        step = (amax * clip / 127).clamp(min=1e-20)
+    for most in ranges:
+        step = (most / 127).clamp(min=1e-20)
         losses.append(((rows / step).round_().clamp_(-127, 127).mul_(step) @ weight.t()).sub_(want).square_().mean())
-    return amax * CLIPS[int(torch.stack(losses).argmin())]
+    return losses
 
 
 def calibrate(layers: Mapping[str, nn.Module], batches: Iterable[Any], run: Callable[[Any], Any]) -> dict[str, Tensor]:

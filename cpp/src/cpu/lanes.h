@@ -1,0 +1,112 @@
+// Eight floats, whose sums have one order on every instruction set, and a fused multiply-add that rounds once.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/dot.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace octofuse::cpu {
+namespace {
+
+#if defined(__AVX2__)
+struct Lanes {
+  __m256 v;
+  static Lanes all(float value) { return {_mm256_set1_ps(value)}; }
+  static Lanes load(const float* at) { return {_mm256_loadu_ps(at)}; }
+  static __m256i integers(const uint8_t* at) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+  }
+  static Lanes load_bytes(const uint8_t* at) { return {_mm256_cvtepi32_ps(integers(at))}; }
+  // table[byte >> shift & 7] of eight bytes.
+  static Lanes look_up(const float* table, const uint8_t* at, int shift) {
+    return {_mm256_permutevar8x32_ps(_mm256_loadu_ps(table), _mm256_srli_epi32(integers(at), shift))};
+  }
+  void store(float* at) const { _mm256_storeu_ps(at, v); }
+  Lanes operator-(Lanes other) const { return {_mm256_sub_ps(v, other.v)}; }
+  Lanes operator+(Lanes other) const { return {_mm256_add_ps(v, other.v)}; }
+  Lanes operator*(Lanes other) const { return {_mm256_mul_ps(v, other.v)}; }
+  // a * b + c
+  static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+};
+#else
+struct Lanes {
+#if defined(__aarch64__)
+  float32x4_t low, high;
+  static Lanes load(const float* at) { return {vld1q_f32(at), vld1q_f32(at + 4)}; }
+  void store(float* at) const {
+    vst1q_f32(at, low);
+    vst1q_f32(at + 4, high);
+  }
+  Lanes operator-(Lanes other) const { return {vsubq_f32(low, other.low), vsubq_f32(high, other.high)}; }
+  Lanes operator+(Lanes other) const { return {vaddq_f32(low, other.low), vaddq_f32(high, other.high)}; }
+  Lanes operator*(Lanes other) const { return {vmulq_f32(low, other.low), vmulq_f32(high, other.high)}; }
+  static Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
+    return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
+  }
+#else
+  float v[8];
+  static Lanes load(const float* at) {
+    Lanes lanes;
+    std::memcpy(lanes.v, at, 32);
+    return lanes;
+  }
+  void store(float* at) const { std::memcpy(at, v, 32); }
+  template <class Operation>
+  static Lanes each(Operation operation) {
+    Lanes lanes;
+    for (int i = 0; i < 8; ++i) lanes.v[i] = operation(i);
+    return lanes;
+  }
+  Lanes operator-(const Lanes& other) const {
+    return each([&](int i) { return v[i] - other.v[i]; });
+  }
+  Lanes operator+(const Lanes& other) const {
+    return each([&](int i) { return v[i] + other.v[i]; });
+  }
+  Lanes operator*(const Lanes& other) const {
+    return each([&](int i) { return v[i] * other.v[i]; });
+  }
+  static Lanes multiply_add(const Lanes& a, const Lanes& b, const Lanes& c) {
+    return each([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); });
+  }
+#endif
+  static Lanes all(float value) {
+    const float values[8] = {value, value, value, value, value, value, value, value};
+    return load(values);
+  }
+  static Lanes load_bytes(const uint8_t* at) {
+    float values[8];
+    for (int i = 0; i < 8; ++i) values[i] = static_cast<float>(at[i]);
+    return load(values);
+  }
+  static Lanes look_up(const float* table, const uint8_t* at, int shift) {
+    float values[8];
+    for (int i = 0; i < 8; ++i) values[i] = table[at[i] >> shift & 7];
+    return load(values);
+  }
+};
+#endif
+
+inline void keep(Lanes& lanes) {
+#if defined(__AVX2__)
+  keep(lanes.v);
+#else
+  (void)lanes;
+#endif
+}
+
+inline float sum_of(Lanes lanes) {
+  float v[8];
+  lanes.store(v);
+  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+
+}  // namespace
+}  // namespace octofuse::cpu

@@ -1,0 +1,213 @@
+#include "cpu/pool.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+namespace octofuse::cpu {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A decoding step calls again after some microseconds of Python: sleeping in between would cost more than it spares.
+constexpr auto kWaitsAwake = std::chrono::microseconds(50);
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// The indices of one loop, handed out to whoever asks.
+class Loop {
+ public:
+  void open(int64_t count, const std::function<void(int64_t)>& work) {
+    count_ = count;
+    work_ = &work;
+    next_.store(0, std::memory_order_relaxed);
+  }
+  void take_all() {
+    for (int64_t i = next_.fetch_add(1); i < count_; i = next_.fetch_add(1)) (*work_)(i);
+  }
+
+ private:
+  int64_t count_ = 0;
+  const std::function<void(int64_t)>* work_ = nullptr;
+  std::atomic<int64_t> next_{0};
+};
+
+// The runtime that torch has loaded, found by the name that GNU's and LLVM's runtimes share.
+class OpenMp {
+ public:
+  bool usable() { return parallel_ != nullptr && calls_apart_ == 0; }
+
+  // Remembers if the other threads kept this one waiting for longer than it worked.
+  void run(Loop& loop, int threads) {
+    Region region{&loop, std::this_thread::get_id(), {}};
+    const auto begin = Clock::now();
+    parallel_(&OpenMp::work, &region, static_cast<unsigned>(threads), 0);
+    const auto waited = Clock::now() - region.done, worked = region.done - begin;
+    if (waited < kWaitsAwake + worked) {
+      apart_ = kApart;
+      return;
+    }
+    calls_apart_ = apart_;
+    apart_ = std::min(2 * apart_, kMostApart);
+  }
+
+  // A call that did without. After some of them the runtime gets another chance.
+  void stayed_apart() {
+    if (calls_apart_ > 0) --calls_apart_;
+  }
+
+  void forget() { parallel_ = nullptr; }
+
+ private:
+  struct Region {
+    Loop* loop;
+    std::thread::id caller;
+    Clock::time_point done;
+  };
+  static constexpr int64_t kApart = 64, kMostApart = 8192;  // calls
+
+  static void work(void* data) {
+    auto& region = *static_cast<Region*>(data);
+    region.loop->take_all();
+    if (std::this_thread::get_id() == region.caller) region.done = Clock::now();
+  }
+
+  using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+  Parallel parallel_ = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  int64_t calls_apart_ = 0, apart_ = kApart;
+};
+
+// Threads of our own.
+class Pool {
+ public:
+  void run(int64_t count, int threads, const std::function<void(int64_t)>& work) {
+    const std::unique_lock<std::mutex> owner(busy_, std::try_to_lock);
+    if (!owner.owns_lock()) {
+      for (int64_t i = 0; i < count; ++i) work(i);
+      return;
+    }
+    loop_.open(count, work);
+    const int helpers = static_cast<int>(std::min<int64_t>(threads, count)) - 1;
+    if (openmp_.usable()) {
+      openmp_.run(loop_, helpers + 1);
+      return;
+    }
+    openmp_.stayed_apart();
+    while (size_ < helpers) start();
+    state_.store((++epoch_ << kEpochShift) | kOpen | static_cast<uint64_t>(helpers) << kRoomShift);
+    if (sleepers_.load() > 0) {
+      const std::lock_guard<std::mutex> lock(sleep_);
+      wake_.notify_all();
+    }
+    loop_.take_all();
+    // Closed: nobody joins any more, and those who did are in their last piece of work.
+    state_.fetch_and(~(kOpen | kRoom));
+    wait_until([this] { return (state_.load(std::memory_order_acquire) & kWorking) == 0; });
+  }
+
+  // In a forked child, which has none of its parent's threads. GNU's runtime does not know that and would hang.
+  static Pool* after_fork() {
+    auto* pool = new Pool();
+    pool->openmp_.forget();
+    return pool;
+  }
+
+ private:
+  // state_: which loop it is, whether one may join it, how many still may, and how many are at work.
+  static constexpr uint64_t kOpen = 1U << 31, kRoom = 0x7FFF0000, kWorking = 0xFFFF;
+  static constexpr int kRoomShift = 16, kEpochShift = 32;
+
+  void start() {
+    std::thread([this] { serve(); }).detach();
+    ++size_;
+  }
+
+  // Whether there is a loop that this thread has not joined yet, `last` being the one that it joined last.
+  static bool offers(uint64_t state, uint64_t last) {
+    return (state & kOpen) != 0 && (state & kRoom) != 0 && state >> kEpochShift != last;
+  }
+
+  bool join(uint64_t& last) {
+    uint64_t state = state_.load();
+    while (offers(state, last)) {
+      if (state_.compare_exchange_weak(state, state + 1 - (uint64_t{1} << kRoomShift))) {
+        last = state >> kEpochShift;
+        return true;
+      }
+    }
+    return false;
+  }
+
+  [[noreturn]] void serve() {
+    uint64_t last = 0;
+    for (;;) {
+      if (join(last)) {
+        loop_.take_all();
+        state_.fetch_sub(1, std::memory_order_release);
+      }
+      const auto until = Clock::now() + kWaitsAwake;
+      while (!offers(state_.load(), last) && Clock::now() < until) {
+        for (int i = 0; i < 16; ++i) pause();
+      }
+      if (offers(state_.load(), last)) continue;
+      std::unique_lock<std::mutex> lock(sleep_);
+      sleepers_.fetch_add(1);
+      wake_.wait(lock, [this, last] { return offers(state_.load(), last); });
+      sleepers_.fetch_sub(1);
+    }
+  }
+
+  std::mutex busy_;
+  Loop loop_;
+  OpenMp openmp_;
+  int size_ = 0;
+  uint64_t epoch_ = 0;
+  std::atomic<uint64_t> state_{0};
+  std::mutex sleep_;
+  std::condition_variable wake_;
+  std::atomic<int> sleepers_{0};
+};
+
+// Never deleted: its threads outlive static objects. A forked child has none of them, so it gets a new pool.
+Pool*& pool() {
+  static Pool* instance = [] {
+    pthread_atfork(nullptr, nullptr, [] { pool() = Pool::after_fork(); });
+    return new Pool();
+  }();
+  return instance;
+}
+
+}  // namespace
+
+void wait_until(const std::function<bool()>& ready) {
+  constexpr int kSpins = 5000;  // about 100 us
+  for (int spins = 0; !ready(); ++spins) {
+    if (spins < kSpins) {
+      pause();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  }
+}
+
+void parallel_for(int64_t count, int threads, const std::function<void(int64_t)>& work) {
+  if (threads < 2 || count < 2) {
+    for (int64_t i = 0; i < count; ++i) work(i);
+    return;
+  }
+  pool()->run(count, threads, work);
+}
+
+}  // namespace octofuse::cpu
