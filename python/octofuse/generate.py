@@ -275,18 +275,30 @@ _generators = weakref.WeakKeyDictionary()
 
 
 def generate(
-    model: nn.Module, prompts: Tensor | Sequence[Sequence[int] | Tensor], max_new_tokens: int, **options: Any
+    model: nn.Module,
+    prompts: Tensor | Sequence[Sequence[int] | Tensor],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_tokens: Iterable[int] = (),
+    seed: int = 0,
+    on_token: OnToken | None = None,
 ) -> list[list[int]]:
-    """`Generator(model)(prompts, max_new_tokens, **options)`, with a Generator that is kept as long as the model is.
+    """New tokens for each prompt: `Generator(model)` called with the other arguments, which are described there.
 
-    It is made anew when a tensor of the model was exchanged or written to.
+    The Generator is kept as long as the model is, and made anew when a tensor of the model was exchanged or written to.
     """
     tensors = [*model.parameters(), *model.buffers()]
     versions = [0 if t.is_inference() else t._version for t in tensors]
     known = _generators.get(model)
     if known is None or [*map(id, known[0])] != [*map(id, tensors)] or known[1] != versions:
         known = _generators[model] = (tensors, versions, Generator(model))
-    return known[2](prompts, max_new_tokens, **options)
+    return known[2](
+        prompts, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop_tokens=stop_tokens, seed=seed,
+        on_token=on_token,
+    )  # fmt: skip
 
 
 def own_text(model: nn.Module, batches: Iterable[Tensor], count: int, *, seed: int = 0) -> list[Tensor]:

@@ -12,12 +12,12 @@ from rich.table import Table
 from octofuse.quant import scheme_named
 
 WHAT = {
-    "w8a8-dynamic": "int8 weights and activations, a scale for each token",
-    "w8a8-static": "the same, one calibrated scale for the activations",
-    "w8a8-static-mse-smooth": "the same with SmoothQuant and clipped ranges",
-    "w8a16": "int8 weights, floating-point activations",
+    "w8a8-dynamic": "int8; a scale for each token",
+    "w8a8-static": "int8; one scale, calibrated",
+    "w8a8-static-mse-smooth": "and SmoothQuant, clipped range",
+    "w8a16": "int8 weights alone",
     "w4a16-g128": "4-bit weights, nearest",
-    "w4a16-g128-mse": "4-bit, ranges of least error",
+    "w4a16-g128-mse": "4-bit, range of least error",
     "w4a16-g128-zp-gptq": "4-bit with zero points, GPTQ",
     "w4a16-g128-awq": "4-bit, AWQ",
     "w3a16-g128-gptq": "3-bit, GPTQ",
@@ -25,7 +25,7 @@ WHAT = {
     "bcq-q4-g128": "sums of 4 scaled signs",
     "bcq-q3-g128": "sums of 3 scaled signs",
     "bcq-q2-g128": "sums of 2 scaled signs",
-    "sparse12-w7-g128": "one of every two columns, 7 bits",
+    "sparse12-w7-g128": "half of the columns, 7 bits",
 }
 
 

@@ -9,6 +9,7 @@ from octofuse import ops
 from octofuse.layouts.convert import LaidOut, _expect_laid_out, _expect_layout, from_layout, is_col32, to_layout
 from octofuse.layouts.maps import COL, COL4_4R2_8C, COL32, COL32_2R_4R4, ROW, Layout
 from octofuse.ops import layouts as kernels
+from octofuse.ops.activations import Activation
 
 Scale = Tensor | float
 
@@ -30,7 +31,7 @@ def linear(
     w_scale: Scale,
     bias: Tensor | None = None,
     *,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: Tensor | None = None,
     out_dtype: torch.dtype = torch.float16,
     out_scale: Scale | None = None,

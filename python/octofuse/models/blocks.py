@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from octofuse.nn import Norm, fused_layer
 from octofuse.nn.floating import Fused
 from octofuse.nn.linear import is_conv1d
+from octofuse.ops.activations import Activation
 
 
 class Names(NamedTuple):
@@ -181,7 +182,7 @@ def attended(parts: Parts, x: Tensor, attend: Callable[[Tensor, Tensor | None], 
     return parts.projection.fused(attend(qkv, parts.projection.input_scale), residual=x)
 
 
-def fed_forward(parts: Parts, x: Tensor, activation: str) -> Tensor:
+def fed_forward(parts: Parts, x: Tensor, activation: Activation) -> Tensor:
     """x + down(activation(up(norm(x)))). Between up and down activations are int8 where down has a static scale."""
     hidden = parts.up.fused(x, norm=parts.feed_forward_norm, activation=activation, out_scale=parts.down.input_scale)
     return parts.down.fused(hidden, residual=x)

@@ -28,13 +28,28 @@ VERSION = 3  # 1, 2: low-bit codes lay in other orders
 WEIGHTS = "octofuse.safetensors"
 
 
+# Beside the weights, and in config.json: transformers' own from_pretrained only says that model.safetensors is missing.
+_HOW_TO_LOAD = "octofuse.models.load(folder, device); the weights are in octofuse.safetensors"
+_README = """# Quantised by octofuse: {scheme}
+
+```python
+from octofuse.models import load
+
+model = load(".")  # this folder; a device as second argument
+```
+
+`octofuse generate . "a prompt"` writes text with it. The weights lie in `{weights}`, not in `model.safetensors`:
+transformers' `from_pretrained` cannot read them, and says that a file is missing.
+"""
+
+
 def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> None:
     """Write a quantised transformers model (and its tokenizer) to a new folder, whole or not at all.
 
     Raises ValueError if the model holds no quantised layer, FileExistsError if the folder exists and is not empty.
     """
     folder = Path(folder)
-    quantization = {"quant_method": METHOD, **_schemes_of(model), "version": VERSION}
+    quantization = {"quant_method": METHOD, **_schemes_of(model), "version": VERSION, "how_to_load": _HOW_TO_LOAD}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"folder: expected a new or empty folder, got {folder}")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -43,6 +58,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> None:
         config = model.config.to_dict()  # type: ignore[operator,union-attr]
         config |= {"architectures": [type(model).__name__], "quantization_config": quantization}
         (partial / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
+        (partial / "README.md").write_text(_README.format(scheme=quantization["scheme"], weights=WEIGHTS))
         save_file(_unique_tensors(model), partial / WEIGHTS, metadata={"format": "pt"})
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)

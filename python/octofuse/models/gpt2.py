@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import nn
 
-ACTIVATIONS = {
+from octofuse.ops.activations import Activation
+
+ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",

@@ -12,7 +12,7 @@ from octofuse.nn.linear import Int8Linear, weight_of
 from octofuse.nn.norm import Norm, check_is_norm
 from octofuse.nn.weight_only import PackedLinear
 from octofuse.ops import quantize_per_tensor
-from octofuse.ops.activations import activation_named
+from octofuse.ops.activations import Activation, activation_named
 
 
 class FloatingLinear:
@@ -35,7 +35,7 @@ class FloatingLinear:
         x: Tensor,
         *,
         norm: Norm | None = None,
-        activation: str | None = None,
+        activation: Activation | None = None,
         residual: Tensor | None = None,
         out_scale: Tensor | None = None,
     ) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from octofuse.nn.norm import Norm, in_front
 from octofuse.ops import i8f16_linear, quantize_per_tensor, quantize_per_token, quantized_linear
+from octofuse.ops.activations import Activation
 from octofuse.quant.affine import Scheme, quantize_weight, tensor_scale
 
 
@@ -30,7 +31,7 @@ class Int8Linear(nn.Module):
         *,
         bias: bool = True,
         scheme: Scheme | None = None,
-        activation: str | None = None,
+        activation: Activation | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
@@ -92,7 +93,7 @@ class Int8Linear(nn.Module):
         x: Tensor,
         *,
         norm: Norm | None = None,
-        activation: str | None = None,
+        activation: Activation | None = None,
         residual: Tensor | None = None,
         out_scale: Tensor | None = None,
     ) -> Tensor:

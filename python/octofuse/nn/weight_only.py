@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from octofuse.nn.linear import weight_of
 from octofuse.nn.norm import Norm, in_front
+from octofuse.ops.activations import Activation
 from octofuse.ops.lowbit import bcq_linear, dequantize_lowbit, sparse12_linear, woq_linear
 from octofuse.quant import WeightOnly, bcq, gptq, grid, sparse
 from octofuse.quant.packing import pack, pack_pairs, packed_rows, packed_words
@@ -93,7 +94,7 @@ class PackedLinear(nn.Module):
         x: Tensor,
         *,
         norm: Norm | None = None,
-        activation: str | None = None,
+        activation: Activation | None = None,
         residual: Tensor | None = None,
         out_scale: Tensor | None = None,
     ) -> Tensor:

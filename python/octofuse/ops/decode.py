@@ -15,6 +15,7 @@ from torch import Tensor
 from octofuse import _C
 from octofuse.ops import rows
 from octofuse.ops._calls import RowLinearCall, Scale, run
+from octofuse.ops.activations import Activation
 
 
 def quantized_linear(
@@ -28,7 +29,7 @@ def quantized_linear(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     eps: float = 1e-5,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out_scale: Scale | None = None,

@@ -13,7 +13,7 @@ from octofuse import _C
 from octofuse.ops import cpu, lowbit
 from octofuse.ops._calls import LowbitCall
 from octofuse.ops._guard import dtype_name
-from octofuse.ops.activations import activation_named
+from octofuse.ops.activations import Activation, activation_named
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _explain_int8(
     w: Tensor,
     *,
     out_dtype: torch.dtype = torch.float16,
-    activation: str | None = None,
+    activation: Activation | None = None,
     engine: str = "auto",
 ) -> Explanation:
     _check_int8(x, w, out_dtype)

@@ -17,6 +17,7 @@ from octofuse import _C, reference
 from octofuse.ops import cpu
 from octofuse.ops._calls import LinearCall, Scale, ZeroPoint, run
 from octofuse.ops._guard import goes_direct
+from octofuse.ops.activations import Activation
 
 
 def i8f16_linear(
@@ -26,7 +27,7 @@ def i8f16_linear(
     w_scale: Scale,
     bias: Tensor | None = None,
     *,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: Tensor | None = None,
     out_dtype: torch.dtype = torch.float16,
     engine: str = "auto",
@@ -75,7 +76,7 @@ def i8i8_linear(
     bias: Tensor | None = None,
     *,
     out_scale: Scale,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: Tensor | None = None,
     engine: str = "auto",
     out: Tensor | None = None,

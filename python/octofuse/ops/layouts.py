@@ -15,6 +15,7 @@ from torch import Tensor
 from octofuse import _C
 from octofuse.ops._calls import Col32Call, Scale, run
 from octofuse.ops._guard import as_tensor, goes_direct, refuse_gradients
+from octofuse.ops.activations import Activation
 
 
 def to_layout(matrix: Tensor, layout: str, size: int, engine: str) -> Tensor:
@@ -53,7 +54,7 @@ def linear_col32(
     x_scale: Scale,
     w_scale: Scale,
     bias: Tensor | None,
-    activation: str | None,
+    activation: Activation | None,
     residual: Tensor | None,
     out_dtype: torch.dtype,
     out_scale: Scale | None,

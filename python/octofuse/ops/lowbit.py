@@ -28,7 +28,7 @@ from torch.nn.functional import linear
 from octofuse import _C
 from octofuse.ops import rows
 from octofuse.ops._calls import LowbitCall, Scale, run
-from octofuse.ops.activations import activation_named
+from octofuse.ops.activations import Activation, activation_named
 from octofuse.ops.quantize import _per_tensor
 from octofuse.quant import bcq, grid, sparse
 from octofuse.quant.packing import unpack, unpack_pairs
@@ -43,7 +43,7 @@ def woq_linear(
     *,
     bits: int,
     group: int | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: Tensor | None = None,
     constant_weight: bool = False,
     x_scale: Scale | None = None,
@@ -94,7 +94,7 @@ def bcq_linear(
     bias: Tensor | None = None,
     *,
     group: int | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: Tensor | None = None,
     constant_weight: bool = False,
     x_scale: Scale | None = None,
@@ -124,7 +124,7 @@ def sparse12_linear(
     bias: Tensor | None = None,
     *,
     group: int | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     residual: Tensor | None = None,
     constant_weight: bool = False,
     x_scale: Scale | None = None,

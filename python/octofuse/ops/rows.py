@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octofuse import _C
 from octofuse.ops._calls import LowbitCall, RowLinearCall, RowsCall, Scale, run
+from octofuse.ops.activations import Activation
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -45,12 +46,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps:
     return y, h
 
 
-def activate(x: Tensor, activation: str) -> Tensor:
+def activate(x: Tensor, activation: Activation) -> Tensor:
     """ "relu", "gelu" (erf), "gelu_tanh" or "silu" of x -> x's dtype."""
     return _call("activation", x, activation=activation)[0]
 
 
-def gated_activation(x: Tensor, activation: str = "silu") -> Tensor:
+def gated_activation(x: Tensor, activation: Activation = "silu") -> Tensor:
     """x `[..., 2K]`, gates first -> activate(gates) * the rest, `[..., K]`, each step rounded to x's dtype."""
     return _call("gated_activation", x, activation=activation)[0]
 
@@ -98,14 +99,14 @@ def add_rms_norm_quantize(
     return q, used, h
 
 
-def activate_quantize(x: Tensor, activation: str, *, scale: Scale | None = None) -> tuple[Tensor, Scale]:
+def activate_quantize(x: Tensor, activation: Activation, *, scale: Scale | None = None) -> tuple[Tensor, Scale]:
     """`activate`, quantised -> int8 like x, and its scale."""
     q, used = _quantized("activation", x, activation=activation, scale=scale)
     return q, used
 
 
 def gated_activation_quantize(
-    x: Tensor, activation: str = "silu", *, scale: Scale | None = None
+    x: Tensor, activation: Activation = "silu", *, scale: Scale | None = None
 ) -> tuple[Tensor, Scale]:
     """`gated_activation` (SiLU-and-multiply by default), quantised -> int8 `[..., K]`, and its scale."""
     q, used = _quantized("gated_activation", x, activation=activation, scale=scale)
