@@ -19,3 +19,12 @@ def test_smoke(topic: str, rows: str, tmp_path: Path) -> None:
     assert record["command"] == f"python benchmarks/run.py {topic}"
     assert all(row["tokens/s"] > 0 for row in record[rows])
     assert len(record[rows]) > 1
+
+
+def test_smoke_on_a_cpu(tmp_path: Path) -> None:
+    """bench_cpu and bench_schemes, which leaves the package's own table as it is."""
+    subprocess.run([sys.executable, str(RUN), "cpu", "schemes", "--smoke", "--out", str(tmp_path)], check=True)
+    found = json.loads((tmp_path / "cpu.json").read_text())
+    assert {row["engine"] for row in found["rows"]} >= {"fp32", "torch.ao dynamic int8", "w8a8-dynamic"}
+    assert found["beside two busy processes"]["octofuse"] > 0
+    assert all(row["cpu"] > 0 for row in json.loads((tmp_path / "schemes.json").read_text())["rows"])

@@ -60,6 +60,10 @@ def i8f16_linear(
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
+
+    >>> x, w = torch.ones(1, 4, dtype=torch.int8), torch.full((2, 4), 3, dtype=torch.int8)
+    >>> octofuse.i8f16_linear(x, w, 0.5, torch.tensor([1.0, -1.0]), activation="relu")
+    tensor([[6., 0.]], dtype=torch.float16)
     """
     call = LinearCall(
         x, w, x_scale, w_scale, bias, activation, residual, out_dtype, None, engine, x_zero_point, w_sum, constant_weight
@@ -86,7 +90,21 @@ def i8i8_linear(
 ) -> Tensor:
     """`i8f16_linear` requantised to int8 in the same kernel: clamp(rne(t * (1 / out_scale)), -127, 127).
 
-    out_scale is one fp32 element or a float; the other arguments are those of `i8f16_linear`.
+    Args:
+        out_scale: fp32, one element, or a float above 0: what one step of the output stands for.
+        x, w, x_scale, w_scale, bias, activation, residual, engine, x_zero_point, w_sum, constant_weight: as `i8f16_linear`
+            takes them.
+        out: where to write, int8 `[..., N]`.
+
+    Returns:
+        int8 `[..., N]`; `out` if it was given.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    >>> x, w = torch.ones(1, 4, dtype=torch.int8), torch.full((2, 4), 3, dtype=torch.int8)
+    >>> octofuse.i8i8_linear(x, w, 0.5, 1.0, out_scale=2.0)
+    tensor([[3, 3]], dtype=torch.int8)
     """
     if out_scale is None:
         raise TypeError("out_scale: expected float or torch.Tensor, got NoneType")
@@ -99,7 +117,13 @@ def i8i8_linear(
 
 
 def weight_sums(w: Tensor) -> Tensor:
-    """w int8 `[N, K]` -> the sums of its rows, int32 `[N]`: what `x_zero_point` needs, once for each weight."""
+    """w int8 `[N, K]` -> the sums of its rows, int32 `[N]`: what `x_zero_point` needs, once for each weight.
+
+    Raises TypeError for anything else.
+
+    >>> octofuse.weight_sums(torch.ones(2, 3, dtype=torch.int8))
+    tensor([3, 3], dtype=torch.int32)
+    """
     if w.dtype != torch.int8 or w.dim() != 2:
         raise TypeError(f"w: expected an int8 tensor [N, K], got {w.dtype} {list(w.shape)}")
     sums: Tensor = w.sum(1, dtype=torch.int32)
@@ -107,7 +131,13 @@ def weight_sums(w: Tensor) -> Tensor:
 
 
 def i8i32_matmul(x: Tensor, w: Tensor, *, engine: str = "auto", out: Tensor | None = None) -> Tensor:
-    """x [..., K] int8, w [N, K] int8 -> x @ w^T as int32 [..., N], exact."""
+    """x @ w^T as int32 `[..., N]`, exact, for x int8 `[..., K]` and w int8 `[N, K]`, K at most 131071.
+
+    engine and out: as in `i8f16_linear`. Raises TypeError or ValueError naming the argument.
+
+    >>> octofuse.i8i32_matmul(torch.full((1, 3), -128, dtype=torch.int8), torch.full((1, 3), -128, dtype=torch.int8))
+    tensor([[49152]], dtype=torch.int32)
+    """
     if goes_direct(x, w, out):
         return _matmul(x, w, engine, out)
     return _dispatch("i8i32_matmul", (x, w, engine), out)
@@ -116,8 +146,13 @@ def i8i32_matmul(x: Tensor, w: Tensor, *, engine: str = "auto", out: Tensor | No
 def i8i8_matmul(x: Tensor, w: Tensor, alpha: float, *, engine: str = "auto", out: Tensor | None = None) -> Tensor:
     """clamp(rne(float(x @ w^T) * alpha), -128, 127) as int8 [..., N]: cuBLASLt's own requantisation.
 
-    alpha is one float above 0 for the whole product; there is no bias and no activation, and the range includes -128
-    (`i8i8_linear` clamps at -127).
+    x int8 `[..., K]`, w int8 `[N, K]`; alpha is one float above 0 for the whole product; there is no bias and no
+    activation, and the range includes -128 (`i8i8_linear` clamps at -127). engine and out: as in `i8f16_linear`. Raises
+    TypeError or ValueError naming the argument. Source: cuBLAS manual, cublasLtMatmul with CUDA_R_8I output.
+
+    >>> x = torch.full((1, 4), 5, dtype=torch.int8)
+    >>> octofuse.i8i8_matmul(x, x, 0.5)
+    tensor([[50]], dtype=torch.int8)
     """
     if goes_direct(x, w, out):
         return _matmul_i8(x, w, alpha, engine, out)

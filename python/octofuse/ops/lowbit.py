@@ -12,8 +12,11 @@ group (of one plane). x is copied where its rows do not start at multiples of 16
 
 int8 activations: up to 4 tokens as they are, exactly; more as numbers of the scale's dtype, which hold them (a copy).
 
-All other calls (engine "dequantized": more tokens, fp32 activations, other chips, groups other than 32, 64 and 128 times a
-power of two, CPUs) multiply a weight that is dequantised for the call. `octofuse.explain` says which engine takes a call.
+On CPUs (engine "cpu", groups of whole multiples of 32 columns) codes become fp32 in registers, for one token, or in the
+first-level cache; sums are in fp32, in an order of K alone.
+
+All other calls (engine "dequantized": more tokens, fp32 activations on a GPU, other chips, groups other than 32, 64 and
+128 times a power of two) multiply a weight that is dequantised for the call. `octofuse.explain` says which engine takes a call.
 """
 
 from __future__ import annotations
@@ -77,6 +80,12 @@ def woq_linear(
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
+
+    >>> from octofuse.quant.packing import pack
+    >>> packed = pack(torch.tensor([[0, 1, 2, 15]]), 4)
+    >>> zero = torch.ones(1, 1, dtype=torch.uint8)
+    >>> octofuse.woq_linear(torch.ones(1, 4), packed, torch.full((1, 1), 0.5), zero, bits=4)
+    tensor([[7.]])
     """
     return _call(
         LowbitCall(
@@ -107,7 +116,25 @@ def bcq_linear(
 ) -> Tensor:
     """`woq_linear` with w = offset + sum of alpha[i] * (+1 where bit i of the code is set, else -1).
 
-    packed: int32, `pack(codes, q, planes=True)`; alpha: floating point `[G, q, N]`; offset: `[G, N]` (no kernel) or None.
+    Binary-coding quantisation: Xu et al., "Alternating multi-bit quantization", 2018; Jeon et al., "BiQGEMM", 2020.
+
+    Args:
+        x, bias, activation, residual, constant_weight, x_scale, norm, norm_weight, norm_bias, eps, out_scale, engine: as
+            `woq_linear` takes them.
+        packed: int32, `quant.packing.pack(codes, q, planes=True)` of codes `[N, K]` of q bits.
+        alpha: fp16, bf16 or fp32 `[G, q, N]`, for each group of `group` columns; None: a row is one group.
+        offset: `[G, N]`, or None; no kernel takes one.
+
+    Returns:
+        `[..., N]` as `woq_linear` does.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    >>> from octofuse.quant.packing import pack
+    >>> packed = pack(torch.tensor([[1, 0, 1, 1]]), 1, planes=True)  # + - + +
+    >>> octofuse.bcq_linear(torch.ones(1, 4), packed, torch.full((1, 1, 1), 0.5))
+    tensor([[1.]])
     """
     return _call(
         LowbitCall(
@@ -135,9 +162,24 @@ def sparse12_linear(
     out_scale: Scale | None = None,
     engine: str = "auto",
 ) -> Tensor:
-    """`woq_linear` with one of every two columns of w (`quant.sparse`).
+    """`woq_linear` with one of every two columns of w, in 7 bits (`quant.sparse`).
 
-    packed: int32, `pack_pairs` of codes `[N, ceil(K / 2)]`; scale: floating point `[G, N]`.
+    Args:
+        x, bias, activation, residual, constant_weight, x_scale, norm, norm_weight, norm_bias, eps, out_scale, engine: as
+            `woq_linear` takes them.
+        packed: int32, `quant.packing.pack_pairs` of codes `[N, ceil(K / 2)]`.
+        scale: fp16, bf16 or fp32 `[G, N]`, for each group of `group` columns; None: a row is one group.
+
+    Returns:
+        `[..., N]` as `woq_linear` does.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    >>> from octofuse.quant.packing import pack_pairs
+    >>> packed = pack_pairs(torch.tensor([[3, 128 + 5]]))  # 3 in column 0, 5 in column 3
+    >>> octofuse.sparse12_linear(torch.tensor([[1.0, 10.0, 100.0, 1000.0]]), packed, torch.ones(1, 1))
+    tensor([[5003.]])
     """
     return _call(
         LowbitCall(

@@ -17,6 +17,9 @@ def quantize_per_tensor(x: Tensor, scale: Scale) -> Tensor:
     """x fp16, bf16 or fp32 `[..., K]` and one scale (fp32 element or float above 0) -> int8 of the same shape.
 
     Values beyond 127 * scale saturate, infinities too; NaN becomes 0. Raises TypeError or ValueError.
+
+    >>> octofuse.quantize_per_tensor(torch.tensor([0.0, 1.0, -99.0]), 0.5)
+    tensor([   0,    2, -127], dtype=torch.int8)
     """
     if goes_direct(x, scale):
         return _per_tensor(x, scale)
@@ -29,7 +32,11 @@ def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     """x fp16, bf16 or fp32 `[..., K]` -> int8 of the same shape and fp32 scales `[M, 1]`, one per row of K.
 
     A row of zeros gets scale 1. A row that holds NaN or Inf gets a NaN or Inf scale, so its dequantised values are NaN,
-    and no other row is touched.
+    and no other row is touched. Raises TypeError or ValueError.
+
+    >>> q, scales = octofuse.quantize_per_token(torch.tensor([[1.0, -2.0], [0.0, 0.0]]))
+    >>> q.tolist(), scales.shape
+    ([[64, -127], [0, 0]], torch.Size([2, 1]))
     """
     if goes_direct(x):
         return _per_token(x)
@@ -39,7 +46,13 @@ def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(q: Tensor, scale: Scale, *, out_dtype: torch.dtype = torch.float16) -> Tensor:
-    """q int8 or int32 `[..., K]` times scale (one element, `[M]` or `[M, 1]`, or a float) -> `out_dtype`, one rounding."""
+    """q int8 or int32 `[..., K]` times scale (one element, `[M]` or `[M, 1]`, or a float) -> `out_dtype`, one rounding.
+
+    out_dtype: torch.float16, torch.bfloat16 or torch.float32. Raises TypeError or ValueError.
+
+    >>> octofuse.dequantize(torch.tensor([[2, -3]], dtype=torch.int8), 0.5)
+    tensor([[ 1.0000, -1.5000]], dtype=torch.float16)
+    """
     if goes_direct(q, scale):
         return _dequantize(q, scale, out_dtype)
     refuse_gradients("dequantize", scale=scale)

@@ -1,13 +1,9 @@
 """Norms and activations that hand their result over as int8: one read, one write, no fp16 detour.
 
-Every `*_quantize` function gives the bits of its parts: the plain function of this module, whose result is rounded to x's
-dtype, and `quantize_per_token` (or, with `scale`, `quantize_per_tensor`) behind it. Sums have a fixed order that depends
-on the length of a row alone (`reference.row_sum`), so batch, stride and device do not change a bit of a norm;
-activations agree within 1 ulp between devices.
-
-x is fp16, bf16 or fp32 `[..., K]`, dense in K; weight and bias are `[K]` in x's dtype or fp32. Bad arguments raise
-TypeError or ValueError naming the argument. With `scale` (one fp32 element or a float above 0) that scale is used and
-returned; else every row gets its own: `[M, 1]`, M being the product of the leading dimensions.
+Every `*_quantize` function gives the bits of its parts: the plain function, whose result is rounded to x's dtype, and
+behind it `quantize_per_token`, or `quantize_per_tensor` with the given scale. Sums run in a fixed order that depends on the
+length of a row alone (`reference.row_sum`), so batch, stride and device do not change a bit of a norm; activations agree
+within 1 ulp between devices.
 """
 
 from __future__ import annotations
@@ -23,36 +19,93 @@ from octofuse.ops.activations import Activation
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in fp32 -> x's dtype."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension (Ba, Kiros and Hinton, 2016).
+
+    Args:
+        x: fp16, bf16 or fp32 `[..., K]`, dense in K.
+        weight, bias: `[K]` in x's dtype or fp32, or None.
+        eps: at least 0.
+
+    Returns:
+        `[..., K]` in x's dtype, computed in fp32.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    >>> octofuse.layer_norm(torch.tensor([[1.0, 3.0]]), eps=0.0)
+    tensor([[-1.,  1.]])
+    """
     return _call("layer_norm", x, None, weight, bias, eps)[0]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean of squares + eps) * weight over the last dimension, in fp32 -> x's dtype."""
+    """x / sqrt(mean of squares + eps) * weight over the last dimension (Zhang and Sennrich, 2019).
+
+    Arguments, result and errors are those of `layer_norm`, without a bias.
+
+    >>> octofuse.rms_norm(torch.tensor([[3.0, 3.0, 3.0]]), eps=0.0)
+    tensor([[1., 1., 1.]])
+    """
     return _call("rms_norm", x, None, weight, None, eps)[0]
 
 
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """h = x + residual, rounded to their dtype -> layer_norm(h), h."""
+    """h = x + residual, rounded to their dtype, and its layer norm, in one pass.
+
+    Args:
+        x, weight, bias, eps: as `layer_norm` takes them.
+        residual: like x in shape and dtype.
+
+    Returns:
+        layer_norm(h) and h, both like x.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    >>> y, h = octofuse.add_layer_norm(torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 2.0]]), eps=0.0)
+    >>> y, h
+    (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
+    """
     y, h = _call("layer_norm", x, residual, weight, bias, eps)
     return y, h
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """h = x + residual, rounded to their dtype -> rms_norm(h), h."""
+    """`add_layer_norm` with `rms_norm` -> rms_norm(h) and h, both like x.
+
+    >>> octofuse.add_rms_norm(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0]]), eps=0.0)
+    (tensor([[1., 1.]]), tensor([[2., 2.]]))
+    """
     y, h = _call("rms_norm", x, residual, weight, None, eps)
     return y, h
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """ "relu", "gelu" (erf), "gelu_tanh" or "silu" of x -> x's dtype."""
+    """An activation of x -> x's dtype and shape, computed in fp32 and within 1 ulp of the exact function.
+
+    Args:
+        x: fp16, bf16 or fp32 `[..., K]`, dense in K.
+        activation: "relu", "gelu" (erf), "gelu_tanh" (GPT-2's; Hendrycks and Gimpel, 2016) or "silu".
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    >>> octofuse.activate(torch.tensor([-1.0, 2.0]), "relu")
+    tensor([0., 2.])
+    """
     return _call("activation", x, activation=activation)[0]
 
 
 def gated_activation(x: Tensor, activation: Activation = "silu") -> Tensor:
-    """x `[..., 2K]`, gates first -> activate(gates) * the rest, `[..., K]`, each step rounded to x's dtype."""
+    """activate(gates) * values of x `[..., 2K]`, gates first: the middle of a gated feed-forward (Shazeer, 2020).
+
+    Arguments and errors are those of `activate`. Returns `[..., K]`, each of the two steps rounded to x's dtype.
+
+    >>> octofuse.gated_activation(torch.tensor([[2.0, -1.0, 10.0, 10.0]]), "relu")
+    tensor([[20.,  0.]])
+    """
     return _call("gated_activation", x, activation=activation)[0]
 
 
@@ -64,7 +117,21 @@ def layer_norm_quantize(
     *,
     scale: Scale | None = None,
 ) -> tuple[Tensor, Scale]:
-    """`layer_norm`, quantised -> int8 like x, and its scale."""
+    """`layer_norm`, quantised in the same pass.
+
+    Args:
+        x, weight, bias, eps: as `layer_norm` takes them.
+        scale: fp32, one element, or a float above 0, for all rows; None: every row finds its own.
+
+    Returns:
+        int8 like x; and the scale that was given, or fp32 `[M, 1]` for the M rows. A value is q * scale.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    >>> octofuse.layer_norm_quantize(torch.tensor([[1.0, 3.0]]), eps=0.0)
+    (tensor([[-127,  127]], dtype=torch.int8), tensor([[0.0079]]))
+    """
     q, used = _quantized("layer_norm", x, None, weight, bias, eps, scale=scale)
     return q, used
 
@@ -72,7 +139,11 @@ def layer_norm_quantize(
 def rms_norm_quantize(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, scale: Scale | None = None
 ) -> tuple[Tensor, Scale]:
-    """`rms_norm`, quantised -> int8 like x, and its scale."""
+    """`rms_norm`, quantised in the same pass: `layer_norm_quantize` without a bias.
+
+    >>> octofuse.rms_norm_quantize(torch.tensor([[2.0, -2.0]]), eps=0.0, scale=0.5)
+    (tensor([[ 2, -2]], dtype=torch.int8), 0.5)
+    """
     q, used = _quantized("rms_norm", x, None, weight, None, eps, scale=scale)
     return q, used
 
@@ -86,7 +157,12 @@ def add_layer_norm_quantize(
     *,
     scale: Scale | None = None,
 ) -> tuple[Tensor, Scale, Tensor]:
-    """`add_layer_norm`, quantised -> int8 like x, its scale, and h."""
+    """`add_layer_norm`, quantised in the same pass -> int8 like x, its scale as in `layer_norm_quantize`, and h.
+
+    >>> q, scale, h = octofuse.add_layer_norm_quantize(torch.ones(1, 2), torch.tensor([[0.0, 2.0]]), eps=0.0)
+    >>> q, h
+    (tensor([[-127,  127]], dtype=torch.int8), tensor([[1., 3.]]))
+    """
     q, used, h = _quantized("layer_norm", x, residual, weight, bias, eps, scale=scale)
     return q, used, h
 
@@ -94,13 +170,22 @@ def add_layer_norm_quantize(
 def add_rms_norm_quantize(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, scale: Scale | None = None
 ) -> tuple[Tensor, Scale, Tensor]:
-    """`add_rms_norm`, quantised -> int8 like x, its scale, and h."""
+    """`add_rms_norm`, quantised in the same pass -> int8 like x, its scale as in `layer_norm_quantize`, and h.
+
+    >>> q, scale, h = octofuse.add_rms_norm_quantize(torch.ones(1, 2), torch.ones(1, 2), eps=0.0)
+    >>> q, h
+    (tensor([[127, 127]], dtype=torch.int8), tensor([[2., 2.]]))
+    """
     q, used, h = _quantized("rms_norm", x, residual, weight, None, eps, scale=scale)
     return q, used, h
 
 
 def activate_quantize(x: Tensor, activation: Activation, *, scale: Scale | None = None) -> tuple[Tensor, Scale]:
-    """`activate`, quantised -> int8 like x, and its scale."""
+    """`activate`, quantised in the same pass -> int8 like x, and its scale as in `layer_norm_quantize`.
+
+    >>> octofuse.activate_quantize(torch.tensor([[-4.0, 2.0]]), "relu", scale=1.0)
+    (tensor([[0, 2]], dtype=torch.int8), 1.0)
+    """
     q, used = _quantized("activation", x, activation=activation, scale=scale)
     return q, used
 
@@ -108,7 +193,11 @@ def activate_quantize(x: Tensor, activation: Activation, *, scale: Scale | None 
 def gated_activation_quantize(
     x: Tensor, activation: Activation = "silu", *, scale: Scale | None = None
 ) -> tuple[Tensor, Scale]:
-    """`gated_activation` (SiLU-and-multiply by default), quantised -> int8 `[..., K]`, and its scale."""
+    """`gated_activation`, quantised in the same pass -> int8 `[..., K]`, and its scale as in `layer_norm_quantize`.
+
+    >>> octofuse.gated_activation_quantize(torch.tensor([[2.0, 3.0]]), "relu", scale=1.0)
+    (tensor([[6]], dtype=torch.int8), 1.0)
+    """
     q, used = _quantized("gated_activation", x, activation=activation, scale=scale)
     return q, used
 

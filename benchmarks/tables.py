@@ -1,0 +1,203 @@
+"""The tables of README.md and docs/, written from benchmarks/results between their markers, so that no figure is typed.
+
+    python benchmarks/tables.py          # write them
+    python benchmarks/tables.py --check  # exit 1 if one is not what the results say (a test runs this)
+
+A table stands between `<!-- table: name -->` and `<!-- end -->`; its name is a function of this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def lines(heads: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    heads = list(heads)
+    body = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    return "\n".join(["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads), *body])
+
+
+def us(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def times(value: float) -> str:
+    return f"{value:.1f}x"
+
+
+def thousands(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def gpt2_of(model: str, engine: str) -> dict[str, Any]:
+    rows = result("h200/gpt2")["study"]
+    found: dict[str, Any] = next(row for row in rows if (row["model"], row["engine"]) == (model, engine))
+    return found
+
+
+def cpu_of(isa: str, model: str, engine: str) -> dict[str, Any]:
+    rows = result(f"cpu/{isa}")["rows"]
+    found: dict[str, Any] = next(row for row in rows if (row["model"], row["engine"]) == (model, engine))
+    return found
+
+
+def highlights() -> str:
+    """Six rows: what a user gains."""
+    rows = []
+    for model in ("124M", "XL"):
+        before, after = gpt2_of(model, "transformers compiled"), gpt2_of(model, "octofuse int8 static")
+        rate = f"{thousands(after['tokens/s'])} tokens/s"
+        gain = times(after["tokens/s"] / before["tokens/s"])
+        rows.append((f"GPT-2 {model}, one sequence, H200", "transformers compiled, fp16", f"int8: {rate}", gain))
+    lowbit = next(row for row in result("h200/lowbit")["one token"] if row["N = K"] == 8192)
+    for name, label in (("w8a8", "int8"), ("w4a16", "4-bit weights")):
+        gain = times(lowbit["fp16 F.linear"] / lowbit[name])
+        rows.append(("one token, 8192 x 8192 linear, H200", "fp16 `F.linear`", f"{label}: {us(lowbit[name])} us", gain))
+    for engine, label in (("w8a8-static", "int8"), ("w4a16-g128", "4-bit weights")):
+        row = cpu_of("avx2", "124M", engine)
+        gain = times(row["octofuse, over fp32"])
+        rate = f"{row['octofuse, tokens/s']:.0f} tokens/s"
+        rows.append(("GPT-2 124M, one sequence, 2 CPU cores with AVX2", "the same in fp32", f"{label}: {rate}", gain))
+    return lines(("what", "against", "octofuse", "faster"), rows)
+
+
+def schemes() -> str:
+    found = json.loads((ROOT / "python/octofuse/assets/schemes.json").read_text(encoding="utf-8"))["schemes"]
+    rows = []
+    for name, row in found.items():
+        cost = f"{row['cost']:+.1%}" if row["cost"] < 1 else times(1 + row["cost"])
+        rows.append((f"`{name}`", f"{row['bits']:.1f}", cost, times(row["gpu"]), times(row["cpu"])))
+    heads = ("scheme", "bits a weight", "perplexity", "one token on an H200, over fp16", "decoding on a CPU, over fp32")
+    return lines(heads, rows)
+
+
+def gemm() -> str:
+    columns = ("fp16 F.linear", "fp8 _scaled_mm", "cublaslt int32 (raw)", "peer's tile", "octofuse alone")
+    rows = []
+    for row in sorted(result("h200/gemm")["rows"], key=lambda row: (row["M"] * row["N"] * row["K"], row["M"])):
+        values = [us(row.get(column)) for column in (*columns, "octofuse chained")]
+        shape = f"{row['M']}, {row['N']}, {row['K']}"
+        rows.append((shape, *values, row["kernel"], times(row["over fp16"])))
+    heads = ("M, N, K", "fp16", "fp8", "cuBLASLt int32", "peer's tile", "alone", "chained", "kernel", "over fp16")
+    return lines(heads, rows)
+
+
+def lowbit() -> str:
+    names = ("w8a16", "w4a16", "w3a16", "w2a16", "w1a16", "bcq-q4", "bcq-q3", "bcq-q2", "bcq-q1", "sparse12")
+    rows = []
+    for row in result("h200/lowbit")["one token"]:
+        pairs = [f"{us(row[name])} / {us(row[f'{name}, chained'])}" for name in names]
+        rows.append((row["N = K"], us(row["fp16 F.linear"]), us(row["tinygemm"]), us(row["gemlite"]), *pairs))
+    return lines(("N = K", "fp16", "tinygemm", "gemlite", *names), rows)
+
+
+def gpt2() -> str:
+    rows = []
+    for row in result("h200/gpt2")["study"]:
+        first, between = f"{row['first token ms']:.2f}", f"{row['inter-token ms']:.3f}"
+        energy = f"{row['mJ/token']:.0f}"
+        rows.append((row["model"], row["engine"], thousands(row["tokens/s"]), first, between, energy))
+    return lines(("GPT-2", "engine", "tokens/s", "first token, ms", "inter-token, ms", "mJ a token"), rows)
+
+
+def batches() -> str:
+    engines = ("transformers eager", "transformers compiled", "fp16", "int8 dynamic", "int8 static")
+    rows = [
+        (f"{row['model']}, batch {row['batch']}", *(thousands(row[engine]) for engine in engines))
+        for row in result("h200/gpt2")["batches"]
+    ]
+    return lines(("tokens/s", *engines), rows)
+
+
+def cpu(isa: str) -> str:
+    rows = []
+    for row in result(f"cpu/{isa}")["rows"]:
+        values: list[str] = []
+        for way in ("octofuse", "transformers"):
+            for column, show in (
+                (", tokens/s", "{:.0f}"),
+                (", over fp32", "{:.2f}x"),
+                (", prompt over fp32", "{:.2f}x"),
+            ):
+                value = row.get(way + column)
+                values.append("" if value is None else show.format(value))
+        rows.append((row["model"], row["engine"], *values))
+    heads = ("GPT-2", "engine", "tokens/s", "decoding", "prompt", "tokens/s, transformers", "decoding", "prompt")
+    return lines(heads, rows)
+
+
+def cpu_avx2() -> str:
+    return cpu("avx2")
+
+
+def cpu_avx512() -> str:
+    return cpu("avx512_vnni")
+
+
+def machines() -> str:
+    rows = []
+    for name in ("avx2", "avx512_vnni"):
+        found = result(f"cpu/{name}")
+        busy = found["beside two busy processes"]
+        rows.append((name, found["cpu"], found["threads"], times(busy["octofuse"]), times(busy["fp32"])))
+    return lines(("instruction set", "CPU", "threads", "octofuse beside two busy processes", "fp32 beside them"), rows)
+
+
+def tests() -> str:
+    found = result("h200/tests")
+    ran, tools = found["tests"], found["sanitizers"]
+    rows = [("GPU tests", ran["tests"], f"{ran['passed']} passed, {ran['failures']} failed, {ran['skipped']} skipped")]
+    rows += [(f"compute-sanitizer {name}", tool["cases"], tool["summary"]) for name, tool in tools.items()]
+    return lines(("suite on one H200", "cases", "outcome"), rows)
+
+
+def versions() -> str:
+    found = result("h200/gemm")
+    return (
+        f"One H200, torch {found['torch']}, driver {found['driver']}, cuBLASLt {found['cublaslt']}, kernels of `cpp/` "
+        f"{found['cpp'][:8]}; the test suite ran on {result('h200/tests')['cpp'][:8]}."
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: function
+    for function in (
+        highlights, schemes, gemm, lowbit, gpt2, batches, cpu_avx2, cpu_avx512, machines, tests, versions,
+    )
+}  # fmt: skip
+
+
+def filled(page: str) -> str:
+    """The page with its tables as the results have them. KeyError for a table that there is not."""
+    marked = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+    return marked.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", page)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    for path in PAGES:
+        before = path.read_text(encoding="utf-8")
+        after = filled(before)
+        if check and before != after:
+            raise SystemExit(f"{path.name}: a table is not what the results say; run python benchmarks/tables.py")
+        path.write_text(after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
