@@ -27,6 +27,15 @@ x = torch.zeros(1, 16, dtype=torch.int8)
 y: torch.Tensor = octofuse.i8f16_linear(x, x, 1.0, 1.0, activation="gelu")
 tokens: list[list[int]] = octofuse.generate(small, [[1, 2]], 5, temperature=0.5, stop_tokens=[3])
 """
+# As for an installed package: only the user's own files are reported.
+SETTINGS = """[mypy]
+strict = True
+[mypy-octofuse.*]
+ignore_errors = True
+[mypy-transformers.*]
+follow_imports = skip
+ignore_missing_imports = True
+"""
 WRONG = {
     'octofuse.i8f16_linear(x, x, 1.0, 1.0, activation="swish")': "activation",
     "octofuse.generate(small, [[1]], 5, temprature=0.5)": "temprature",
@@ -37,8 +46,7 @@ WRONG = {
 def test_strict_mypy_on_a_users_script(tmp_path: Path) -> None:
     (tmp_path / "right.py").write_text(RIGHT)
     (tmp_path / "wrong.py").write_text(RIGHT + "\n".join(WRONG) + "\n")
-    settings = "[mypy]\nstrict = True\n[mypy-octofuse.*]\nignore_errors = True\n[mypy-transformers.*]\nfollow_imports = skip\nignore_missing_imports = True\n"
-    (tmp_path / "mypy.ini").write_text(settings)
+    (tmp_path / "mypy.ini").write_text(SETTINGS)
     source = Path(__file__).resolve().parents[1] / "python"
     words = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "right.py", "wrong.py"]
     done = subprocess.run(

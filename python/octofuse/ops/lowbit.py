@@ -16,7 +16,8 @@ On CPUs (engine "cpu", groups of whole multiples of 32 columns) codes become fp3
 first-level cache; sums are in fp32, in an order of K alone.
 
 All other calls (engine "dequantized": more tokens, fp32 activations on a GPU, other chips, groups other than 32, 64 and
-128 times a power of two) multiply a weight that is dequantised for the call. `octofuse.explain` says which engine takes a call.
+128 times a power of two) multiply a weight that is dequantised for the call. `octofuse.explain` says which engine takes
+a call.
 """
 
 from __future__ import annotations
