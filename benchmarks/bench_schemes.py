@@ -26,6 +26,11 @@ from octofuse.nn.make import QUANTISED
 RESULTS = Path(__file__).parent / "results" / "h200"
 SIZE = 8192  # N = K of the GPU's layer
 NEW = 32
+# Whose perplexity alone is measured, for docs/quantising.md.
+MORE = (
+    "w8a8-static-tensor", "w8a8-static-mse", "w8a8-static-percentile", "w8a8-static-entropy", "w8a8-static-smooth",
+    "w6a16-g128", "w5a16-g128", "w4a16-g128-gptq", "w4a16-g32-gptq", "w3a16-g128", "w2a16-g128", "bcq-q1-g128",
+)  # fmt: skip
 
 
 def on_a_gpu() -> dict[str, float]:
@@ -60,6 +65,10 @@ def run(smoke: bool) -> dict[str, Any]:
             "cost": round(perplexity(model, tokens, context=512) / base - 1, 4),
             "gpu": next((round(gain, 2) for start, gain in gains.items() if name.startswith(start)), None),
         }
+    more = {}
+    for name in () if smoke else MORE:
+        model = quantize_(copy.deepcopy(plain), name, batches, progress=False)
+        more[name] = round(perplexity(model, tokens, context=512) / base - 1, 4)
     generators = {name: Generator(model) for name, model in models.items()}
     times: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(3 if smoke else 9):
@@ -74,7 +83,10 @@ def run(smoke: bool) -> dict[str, Any]:
         "cpu": f"{cpu_name()}, {torch.get_num_threads()} threads ({isa})",
         "gpu": "H200",
         "gpu_shape": f"{SIZE} x {SIZE}",
+        "perplexity": round(base, 3),
+        "tokens": tokens.numel(),
         "schemes": found,
+        "more costs": more,
     }
     if not smoke:
         Path(assets.__file__).with_name("schemes.json").write_text(json.dumps(record, indent=1) + "\n")

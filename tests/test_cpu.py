@@ -187,18 +187,31 @@ def in_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run([sys.executable, "-c", code], env=settings, capture_output=True, text=True, timeout=120)
 
 
-def test_a_forked_child_has_threads_of_its_own() -> None:
-    code = """
+@pytest.mark.parametrize("before", ["octofuse.i8i32_matmul(x, x)", "torch.randn(900, 900) @ torch.randn(900, 900)"])
+def test_a_forked_child_has_threads_of_its_own(before: str) -> None:
+    """Whoever made its parent's threads: OpenMP's are not in the child, and a region would wait for them."""
+    code = f"""
 import os, torch, octofuse
 torch.set_num_threads(2)
 x = torch.randint(-128, 128, (64, 1024), dtype=torch.int8)
-want = octofuse.i8i32_matmul(x, x)
+want = (x.long() @ x.long().t()).int()
+{before}
 child = os.fork()
 if child == 0:
     os._exit(0 if torch.equal(octofuse.i8i32_matmul(x, x), want) else 1)
 print(os.waitpid(child, 0)[1])
 """
     assert in_python(code).stdout.strip() == "0"
+
+
+def test_a_new_thread_has_torchs_number_of_threads() -> None:
+    found = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        worker = threading.Thread(target=lambda: found.append(_C.cpu_info()["threads"]))
+        worker.start()
+        worker.join()
+    assert found == [1, 2]
 
 
 def test_threads_sleep_between_calls() -> None:

@@ -62,7 +62,7 @@ def test_wrong_input_is_refused_by_name() -> None:
         ("schemes: expected different names", ("w8a16", "w8a16"), {}),
         ("schemes: expected different names", "w8a16", {}),
         ("schemes: expected ones that leave the norms alone, got 'w8a8-static-smooth'", ("w8a8-static-smooth",), {}),
-        ("scheme: expected one of", ("w9a16",), {}),
+        ("scheme: expected a name such as .*, got .w9a16.; did you mean .w8a16.", ("w9a16",), {}),
         (r"parts: expected patterns that match a layer, got x=\*.cross.\*", ("w8a16",), {"parts": {"x": "*.cross.*"}}),
         ("calibration: expected batches for the scheme w4a16-g32-gptq", ("w4a16-g32-gptq",), {}),
     ):  # fmt: skip

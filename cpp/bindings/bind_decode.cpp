@@ -4,6 +4,7 @@
 
 #include "arguments.h"
 #include "call.h"
+#include "cpu_call.h"
 #include "linear_call.h"
 #include "module.h"
 #include "octofuse/cpu.h"
@@ -39,7 +40,7 @@ py::object quantized_linear(const py::tuple& fields) {
   args.ldo = args.n;
   if (call.x.on_cpu()) {
     py::object result = TensorFactory(call.x.dl.device).make(call.out_shape, args.out_type, &args.out);
-    const py::gil_scoped_release released;
+    const CpuCall on_cpu;
     if (given) {
       args.epilogue.x_scale = rows.scale;
       cpu::linear(args);

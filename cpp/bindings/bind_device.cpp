@@ -1,6 +1,7 @@
 // What this build and this machine can do.
 #include <pybind11/stl.h>
 
+#include "cpu_call.h"
 #include "module.h"
 #include "octofuse/cpu.h"
 #include "octofuse/device.h"
@@ -20,6 +21,11 @@ py::dict build_info() {
   return info;
 }
 
+int threads_of_calls() {
+  const CpuCall on_cpu;
+  return cpu::max_threads();
+}
+
 // The CPU engine's instruction sets, the best first: what stands against each ("" if nothing does).
 py::dict cpu_info() {
   py::dict isas;
@@ -27,7 +33,7 @@ py::dict cpu_info() {
   py::dict info;
   info["isa"] = cpu::isa();
   info["isas"] = isas;
-  info["threads"] = cpu::max_threads();
+  info["threads"] = threads_of_calls();
   return info;
 }
 

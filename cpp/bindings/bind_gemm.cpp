@@ -8,6 +8,7 @@
 
 #include "arguments.h"
 #include "call.h"
+#include "cpu_call.h"
 #include "linear_call.h"
 #include "module.h"
 #include "octofuse/cpu.h"
@@ -40,7 +41,7 @@ py::object run(LinearCall& call, DType out_type, const std::string& engine, py::
     if (engine != "cpu" && (engine != "auto" || args.m >= onednn_rows)) return py::none();
     py::object result = out ? py::reinterpret_borrow<py::object>(out_object)
                             : TensorFactory(call.x.dl.device).make(call.out_shape, out_type, &args.out);
-    const py::gil_scoped_release released;
+    const CpuCall on_cpu;
     cpu::linear(args);
     return result;
   }

@@ -6,6 +6,7 @@
 
 #include "arguments.h"
 #include "call.h"
+#include "cpu_call.h"
 #include "module.h"
 #include "octofuse/cpu.h"
 #include "octofuse/device.h"
@@ -193,7 +194,7 @@ py::object lowbit_linear_op(const py::tuple& fields) {
   py::object result = factory.make(call.out_shape, args.out_type, &args.out);
   if (args.m == 0) return result;
   if (engine == LowbitEngine::kCpu) {
-    const py::gil_scoped_release released;
+    const CpuCall on_cpu;
     cpu::lowbit_linear(call.rows, args);
     return result;
   }

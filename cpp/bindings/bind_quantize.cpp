@@ -1,6 +1,7 @@
 // Quantisation and the passes over rows that end in it.
 #include "arguments.h"
 #include "call.h"
+#include "cpu_call.h"
 #include "module.h"
 #include "octofuse/cpu.h"
 #include "octofuse/epilogue_pass.h"
@@ -11,27 +12,27 @@
 namespace octofuse {
 namespace {
 
+// On the tensors' device.
+void run_pass(const RowPassArgs& args, const TensorView& x, const TensorFactory& factory) {
+  if (!x.on_cpu()) return row_pass(args, x.device(), factory.current_stream());
+  const CpuCall on_cpu;
+  cpu::row_pass(args);
+}
+
 // With one scale for all a contiguous tensor's rows may be cut anywhere: into lengths that fill the device.
-void quantize_flat(RowPassArgs args, int device, Stream stream) {
+void quantize_flat(RowPassArgs args, const TensorView& x, const TensorFactory& factory) {
   constexpr int64_t kLength = 4096;
   const int64_t total = args.rows * args.cols;
   RowPassArgs rest = args;
   args.rows = total / kLength;
   args.cols = args.ldx = kLength;
-  row_pass(args, device, stream);
+  run_pass(args, x, factory);
   const int64_t done = args.rows * kLength;
   rest.rows = total > done ? 1 : 0;
   rest.cols = rest.ldx = total - done;
   rest.x = static_cast<const char*>(rest.x) + done * static_cast<int64_t>(size_of(rest.type));
   rest.q += done;
-  row_pass(rest, device, stream);
-}
-
-// On the tensors' device.
-void run_pass(const RowPassArgs& args, const TensorView& x, const TensorFactory& factory) {
-  if (!x.on_cpu()) return row_pass(args, x.device(), factory.current_stream());
-  const py::gil_scoped_release released;
-  cpu::row_pass(args);
+  run_pass(rest, x, factory);
 }
 
 py::object per_tensor(py::handle x_object, py::handle scale) {
@@ -42,8 +43,8 @@ py::object per_tensor(py::handle x_object, py::handle scale) {
   void* q = nullptr;
   py::object result = factory.make(shape_of(x), DType::kInt8, &q);
   args.q = static_cast<int8_t*>(q);
-  if (!x.on_cpu() && (args.ldx == args.cols || args.rows == 1)) {
-    quantize_flat(args, x.device(), factory.current_stream());
+  if (args.ldx == args.cols || args.rows == 1) {
+    quantize_flat(args, x, factory);
   } else {
     run_pass(args, x, factory);
   }
@@ -131,7 +132,7 @@ py::object dequantize(py::handle q_object, py::handle scale, py::handle out_dtyp
   const TensorFactory factory(q.dl.device);
   py::object result = factory.make(shape_of(q), args.out_type, &args.out);
   if (q.on_cpu()) {
-    const py::gil_scoped_release released;
+    const CpuCall on_cpu;
     cpu::dequantize(args);
   } else {
     apply_epilogue(args, q.device(), factory.current_stream());

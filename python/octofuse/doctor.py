@@ -59,7 +59,14 @@ def describe_cpu() -> dict[str, Any]:
     found = _C.cpu_info()
     reasons = {f"cpu/{name}": why_not for name, why_not in found["isas"].items()}
     reasons |= {"onednn": cpu.why_not_onednn(), "reference": ""}
-    return {"device": "cpu", "name": platform.processor() or platform.machine(), "engines": reasons, **self_test("cpu")}
+    return {
+        "device": "cpu",
+        "name": platform.processor() or platform.machine(),
+        "isa": found["isa"],
+        "threads": found["threads"],
+        "engines": reasons,
+        **self_test("cpu"),
+    }
 
 
 def describe_gpu(index: int) -> dict[str, Any]:

@@ -42,8 +42,12 @@ inline void finish_floats(const EpilogueArgs& e, const Output& out, int64_t m, i
 
 inline void finish_sums(const EpilogueArgs& e, const Output& out, int64_t m, int64_t n0, int64_t count, int32_t* acc) {
   if (e.w_sum != nullptr) {
-    const int32_t zero = e.x_zero.data == nullptr ? e.x_zero.value : e.x_zero.data[m * e.x_zero.step];
-    for (int64_t i = 0; i < count; ++i) acc[i] -= zero * e.w_sum[n0 + i];
+    // Modulo 2^32, as the GPU subtracts.
+    const auto zero =
+        static_cast<uint32_t>(e.x_zero.data == nullptr ? e.x_zero.value : e.x_zero.data[m * e.x_zero.step]);
+    for (int64_t i = 0; i < count; ++i) {
+      acc[i] = static_cast<int32_t>(static_cast<uint32_t>(acc[i]) - zero * static_cast<uint32_t>(e.w_sum[n0 + i]));
+    }
   }
   if (out.type == DType::kInt32) {
     std::memcpy(static_cast<int32_t*>(out.data) + m * out.ld + n0, acc, static_cast<size_t>(count) * 4);

@@ -12,7 +12,7 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
 
@@ -27,7 +27,9 @@ struct Entry {
 
 #if defined(__x86_64__)
 bool has_avx2() {
-  return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0;  // which come with F16C
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  const bool f16c = __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;  // no name of older compilers' own
+  return f16c && __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0;
 }
 bool has_avx512_vnni() {
   return has_avx2() && __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
@@ -41,7 +43,11 @@ bool has_avx_vnni() {  // older compilers' __builtin_cpu_supports does not know 
 }
 #endif
 #elif defined(__aarch64__)
+#if defined(__linux__)
 bool has_dotprod() { return (getauxval(AT_HWCAP) >> 20 & 1) != 0; }
+#else
+bool has_dotprod() { return false; }
+#endif
 #endif
 
 // The best first.

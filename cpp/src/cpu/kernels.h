@@ -35,7 +35,7 @@ struct Kernels {
   size_t x_size;
   int64_t x_step;
   void (*prepare)(const int8_t* x, int64_t k, int64_t ld, void* prepared, int32_t* sum);
-  // Tokens [m0, m1) by channels [n0, n1), with the whole epilogue. x_scales: [m], or null for args.epilogue's.
+  // Tokens [m0, m1) by channels [n0, n1), with the whole epilogue.
   void (*gemm)(const GemmArgs& args, const PreparedX& x, int64_t m0, int64_t m1, int64_t n0, int64_t n1);
   // Rows [first, last); buffer: row_pass_floats(cols).
   void (*row_pass)(const RowPassArgs& args, int64_t first, int64_t last, float* buffer);

@@ -7,8 +7,14 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
+#include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
+#include <utility>
+
+#include "octofuse/cpu.h"
 
 namespace octofuse::cpu {
 namespace {
@@ -26,34 +32,53 @@ inline void pause() {
 #endif
 }
 
-// The indices of one loop, handed out to whoever asks.
+// The indices of one loop, handed out to whoever asks. An exception ends the loop; the caller gets the first one.
 class Loop {
  public:
   void open(int64_t count, const std::function<void(int64_t)>& work) {
     count_ = count;
     work_ = &work;
+    failure_ = nullptr;
+    failed_.store(false, std::memory_order_relaxed);
     next_.store(0, std::memory_order_relaxed);
   }
-  void take_all() {
-    for (int64_t i = next_.fetch_add(1); i < count_; i = next_.fetch_add(1)) (*work_)(i);
+  void take_all() noexcept {
+    for (int64_t i = next_.fetch_add(1); i < count_; i = next_.fetch_add(1)) {
+      try {
+        (*work_)(i);
+      } catch (...) {
+        next_.store(count_);
+        if (!failed_.exchange(true)) failure_ = std::current_exception();
+      }
+    }
+  }
+  // Once nobody works on it any more.
+  void rethrow() {
+    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
   }
 
  private:
   int64_t count_ = 0;
   const std::function<void(int64_t)>* work_ = nullptr;
   std::atomic<int64_t> next_{0};
+  std::atomic<bool> failed_{false};
+  std::exception_ptr failure_;
 };
+
+// A forked child has none of its parent's threads, and GNU's runtime would wait for them.
+std::atomic<bool> forked{false};
 
 // The runtime that torch has loaded, found by the name that GNU's and LLVM's runtimes share.
 class OpenMp {
  public:
-  bool usable() { return parallel_ != nullptr && calls_apart_ == 0; }
+  bool usable() const { return parallel_ != nullptr && calls_apart_ == 0 && !forked.load(); }
 
-  // Remembers if the other threads kept this one waiting for longer than it worked.
-  void run(Loop& loop, int threads) {
-    Region region{&loop, std::this_thread::get_id(), {}};
+  // Remembers if the other threads kept this one waiting for longer than it worked. A region always has as many threads
+  // as torch's own have, most of which may have nothing to do: runtimes make threads anew when the number changes.
+  void run(Loop& loop, int helpers) {
+    Region region{&loop, std::this_thread::get_id(), {}, {helpers}};
     const auto begin = Clock::now();
-    parallel_(&OpenMp::work, &region, static_cast<unsigned>(threads), 0);
+    parallel_(&OpenMp::work, &region, static_cast<unsigned>(std::max(max_threads(), 1)), 0);
     const auto waited = Clock::now() - region.done, worked = region.done - begin;
     if (waited < kWaitsAwake + worked) {
       apart_ = kApart;
@@ -68,20 +93,21 @@ class OpenMp {
     if (calls_apart_ > 0) --calls_apart_;
   }
 
-  void forget() { parallel_ = nullptr; }
-
  private:
   struct Region {
     Loop* loop;
     std::thread::id caller;
     Clock::time_point done;
+    std::atomic<int> room;  // how many more may help
   };
   static constexpr int64_t kApart = 64, kMostApart = 8192;  // calls
 
   static void work(void* data) {
     auto& region = *static_cast<Region*>(data);
+    const bool caller = std::this_thread::get_id() == region.caller;
+    if (!caller && region.room.fetch_sub(1) <= 0) return;
     region.loop->take_all();
-    if (std::this_thread::get_id() == region.caller) region.done = Clock::now();
+    if (caller) region.done = Clock::now();
   }
 
   using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
@@ -101,11 +127,22 @@ class Pool {
     loop_.open(count, work);
     const int helpers = static_cast<int>(std::min<int64_t>(threads, count)) - 1;
     if (openmp_.usable()) {
-      openmp_.run(loop_, helpers + 1);
-      return;
+      openmp_.run(loop_, helpers);
+    } else {
+      openmp_.stayed_apart();
+      run_apart(helpers);
     }
-    openmp_.stayed_apart();
-    while (size_ < helpers) start();
+    loop_.rethrow();
+  }
+
+ private:
+  // state_: which loop it is, whether one may join it, how many still may, and how many are at work.
+  static constexpr uint64_t kOpen = 1U << 31, kRoom = 0x7FFF0000, kWorking = 0xFFFF;
+  static constexpr int kRoomShift = 16, kEpochShift = 32;
+
+  void run_apart(int helpers) {
+    while (size_ < helpers && start()) {
+    }
     state_.store((++epoch_ << kEpochShift) | kOpen | static_cast<uint64_t>(helpers) << kRoomShift);
     if (sleepers_.load() > 0) {
       const std::lock_guard<std::mutex> lock(sleep_);
@@ -117,21 +154,15 @@ class Pool {
     wait_until([this] { return (state_.load(std::memory_order_acquire) & kWorking) == 0; });
   }
 
-  // In a forked child, which has none of its parent's threads. GNU's runtime does not know that and would hang.
-  static Pool* after_fork() {
-    auto* pool = new Pool();
-    pool->openmp_.forget();
-    return pool;
-  }
-
- private:
-  // state_: which loop it is, whether one may join it, how many still may, and how many are at work.
-  static constexpr uint64_t kOpen = 1U << 31, kRoom = 0x7FFF0000, kWorking = 0xFFFF;
-  static constexpr int kRoomShift = 16, kEpochShift = 32;
-
-  void start() {
-    std::thread([this] { serve(); }).detach();
+  // False where the system gives no more threads: fewer do the work.
+  bool start() {
+    try {
+      std::thread([this] { serve(); }).detach();
+    } catch (const std::system_error&) {
+      return false;
+    }
     ++size_;
+    return true;
   }
 
   // Whether there is a loop that this thread has not joined yet, `last` being the one that it joined last.
@@ -180,13 +211,20 @@ class Pool {
   std::atomic<int> sleepers_{0};
 };
 
-// Never deleted: its threads outlive static objects. A forked child has none of them, so it gets a new pool.
-Pool*& pool() {
-  static Pool* instance = [] {
-    pthread_atfork(nullptr, nullptr, [] { pool() = Pool::after_fork(); });
-    return new Pool();
-  }();
-  return instance;
+// Never deleted: its threads outlive static objects. A forked child gets a new one at its first call.
+std::atomic<Pool*> instance{nullptr};
+
+// When the module is loaded: a child may be the first to call, after torch's threads have run in its parent.
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] {
+  forked.store(true);
+  instance.store(nullptr);
+});
+
+Pool& pool() {
+  Pool* found = instance.load();
+  if (found != nullptr) return *found;
+  auto made = std::make_unique<Pool>();
+  return *(instance.compare_exchange_strong(found, made.get()) ? made.release() : found);
 }
 
 }  // namespace
@@ -207,7 +245,7 @@ void parallel_for(int64_t count, int threads, const std::function<void(int64_t)>
     for (int64_t i = 0; i < count; ++i) work(i);
     return;
   }
-  pool()->run(count, threads, work);
+  pool().run(count, threads, work);
 }
 
 }  // namespace octofuse::cpu

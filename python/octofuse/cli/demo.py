@@ -234,6 +234,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         for engine, reason in device["engines"].items():
             table.add_row(engine, "yes" if not reason else f"no: {escape(reason)}")
         console.print(table)
+        if "isa" in device:
+            console.print(f"CPU kernels in use: {device['isa']}, up to {device['threads']} threads", highlight=False)
         failures = device["self_test_failures"]
         outcome = "all exact" if not failures else f"{len(failures)} wrong: {', '.join(failures[:5])}"
         console.print(f"self-test: {device['self_test_cases']} cases, {outcome}")
