@@ -70,15 +70,18 @@ def write_gguf(model: Any, path: Path, kind: Any) -> None:
 
 
 def llama_calls(path: Path, short: list[int], long: list[int]) -> dict[str, Callable[[], Any]]:
-    from llama_cpp import Llama
+    from llama_cpp import Llama, llama_get_logits_ith
 
-    model = Llama(str(path), n_ctx=256, n_batch=256, n_threads=2, n_threads_batch=2, verbose=False, logits_all=True)
+    threads = torch.get_num_threads()
+    model = Llama(str(path), n_ctx=256, n_batch=256, n_threads=threads, n_threads_batch=threads, verbose=False)
 
     def run(prompt: list[int], count: int) -> None:
         model.reset()
-        model.eval(prompt)
-        for _ in range(count - 1):
-            model.eval([int(model.scores[model.n_tokens - 1].argmax())])
+        tokens = prompt
+        for _ in range(count):
+            model.eval(tokens)  # logits of the last token alone
+            logits = np.ctypeslib.as_array(llama_get_logits_ith(model.ctx, -1), shape=(model.n_vocab(),))
+            tokens = [int(logits.argmax())]
 
     return {"new tokens": lambda: run(short, NEW), "prompt": lambda: run(long, 1)}
 

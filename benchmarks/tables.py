@@ -85,6 +85,17 @@ def schemes() -> str:
     return lines(heads, rows)
 
 
+def costs() -> str:
+    """Perplexity of every scheme that was measured, the cheapest first."""
+    found = json.loads((ROOT / "python/octofuse/assets/schemes.json").read_text(encoding="utf-8"))
+    cost = {name: row["cost"] for name, row in found["schemes"].items()} | found["more costs"]
+    rows = []
+    for name in sorted(cost, key=lambda name: cost[name]):
+        shown = f"{cost[name]:+.2%}" if cost[name] < 1 else times(1 + cost[name])
+        rows.append((f"`{name}`", f"{found['perplexity'] * (1 + cost[name]):.2f}", shown))
+    return lines(("scheme", f"perplexity ({found['tokens']:,} held-out tokens)", "cost"), rows)
+
+
 def gemm() -> str:
     columns = ("fp16 F.linear", "fp8 _scaled_mm", "cublaslt int32 (raw)", "peer's tile", "octofuse alone")
     rows = []
@@ -176,7 +187,7 @@ def versions() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        highlights, schemes, gemm, lowbit, gpt2, batches, cpu_avx2, cpu_avx512, machines, tests, versions,
+        highlights, schemes, costs, gemm, lowbit, gpt2, batches, cpu_avx2, cpu_avx512, machines, tests, versions,
     )
 }  # fmt: skip
 

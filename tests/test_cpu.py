@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import octofuse
-from helpers import FLOATS, Weight, operands
+from helpers import FLOATS, Weight, operands, small_gpt2
 from octofuse import _C, reference
 from octofuse.ops import cpu
 
@@ -229,6 +231,49 @@ print(time.process_time() - before)
     assert float(in_python(code).stdout) < 0.05
 
 
+@pytest.fixture
+def _neighbours() -> Iterator[None]:
+    """A process on every core that never sleeps."""
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    yield
+    for hog in hogs:
+        hog.kill()
+        hog.wait()
+
+
+@pytest.mark.usefixtures("_neighbours")
+def test_cores_that_others_use_are_seen() -> None:
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2 or not any(map(int, Path("/proc/stat").read_text(encoding="utf-8").split()[1:4])):
+        pytest.skip("one core, or a system that does not count")
+    found = []
+    for _ in range(20):
+        found.append(_C.free_cores())
+        time.sleep(0.1)
+    assert (cores + 1) // 2 <= min(found) < cores
+
+
+def test_threads_leave_cores_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(3)
+    seen, free = [], [2]
+    monkeypatch.setattr(_C, "free_cores", lambda: free[0])
+
+    def on_token(n: int, tokens: list[int]) -> None:
+        seen.append(torch.get_num_threads())
+        free[0] = 1 if n == 1 else 8
+
+    generator = octofuse.Generator(small_gpt2().eval())
+    generator([[1, 2, 3]], 4, on_token=on_token)
+    assert seen == [2, 3, 1, 3]
+    assert torch.get_num_threads() == 3
+    free[0] = 1
+    with pytest.raises(RuntimeError, match="one thread"), cpu.Threads(torch.device("cpu")):
+        raise RuntimeError("one thread" if torch.get_num_threads() == 1 else "more")
+    assert torch.get_num_threads() == 3
+    with cpu.Threads(torch.device("cuda")) as threads:  # its host threads are torch's affair
+        assert (torch.get_num_threads(), threads.crowded) == (3, False)
+
+
 def test_an_instruction_set_by_name() -> None:
     code = "from octofuse import _C; print(_C.cpu_info()['isa'])"
     assert in_python(code, OCTOFUSE_CPU_ISA="portable").stdout.strip() == "portable"
@@ -258,13 +303,52 @@ def test_engines_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a CPU with AMX, whose oneDNN may not be exact.
     monkeypatch.setattr(cpu, "has_amx", lambda: True)
     monkeypatch.setattr(cpu, "why_not_onednn", lambda: "not here")
-    _C.prefer_onednn(cpu.AMX_ROWS)
+    _C.prefer_onednn(1.0)
     try:
         for call in calls:
             assert torch.equal(call("cpu"), call("auto"))
         assert octofuse.explain(p.x, p.w).chosen.startswith("cpu/")
     finally:
-        _C.prefer_onednn(2**62)
+        _C.prefer_onednn(math.inf)
+
+
+@pytest.mark.parametrize("norm", [None, "rms_norm"])
+@pytest.mark.parametrize("x_scale", [None, 0.02])
+def test_products_of_onednn_have_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, norm: str | None, x_scale: float | None
+) -> None:
+    """As on a CPU with AMX, with and without an exact oneDNN; its product here is the reference's."""
+    p = operands(20, 24, 40)
+    x = torch.randn(4, 5, 40, generator=torch.Generator().manual_seed(2))
+    residual = p.residual.view(4, 5, 24)
+    calls: list[Callable[[], Tensor]] = [
+        lambda: octofuse.quantized_linear(
+            x, p.w, p.w_scale, p.bias, x_scale=x_scale, norm=norm, activation="relu", residual=residual
+        ),
+        lambda: octofuse.quantized_linear(x, p.w, p.w_scale, x_scale=x_scale, norm=norm, out_scale=0.1),
+        lambda: octofuse.quantized_linear(p.x, p.w, p.w_scale, x_scale=0.1),
+        lambda: octofuse.i8f16_linear(p.x, p.w, p.x_scale, p.w_scale),
+    ]
+    want = [call() for call in calls]
+    used: list[int] = []
+
+    def product(x: Tensor, packed: Tensor) -> Tensor:
+        used.append(x.shape[0])
+        return reference.accumulate(x, packed).float()
+
+    monkeypatch.setattr(cpu, "has_amx", lambda: True)
+    monkeypatch.setattr(cpu, "AMX_PRODUCTS", 1.0)
+    monkeypatch.setattr(cpu, "_onednn_product", product)
+    monkeypatch.setattr(cpu, "_packed", lambda w: w)
+    try:
+        for reason, times in (("", len(calls)), ("not exact", 0)):
+            monkeypatch.setattr(cpu, "why_not_onednn", lambda reason=reason: reason)
+            _C.prefer_onednn(1.0)
+            assert all(map(torch.equal, [call() for call in calls], want))
+            assert used == [20] * times
+            used.clear()
+    finally:
+        _C.prefer_onednn(math.inf)
 
 
 def test_explain_names_the_instruction_set() -> None:

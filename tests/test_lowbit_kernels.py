@@ -151,7 +151,7 @@ def test_engines_by_name() -> None:
             assert torch.allclose(weight.multiply(x, engine=engine).double(), own, rtol=4e-3, atol=4e-3)
     with pytest.raises(ValueError, match=r"engine: expected one that can serve .* gemv_binary: it takes one token"):
         weight.multiply(two, engine="gemv_binary")
-    with pytest.raises(ValueError, match="engine: expected one of 'auto', 'gemv_binary'"):
+    with pytest.raises(ValueError, match="engine: expected one of 'auto', 'cpu', 'gemv_binary'"):
         weight.multiply(two, engine="marlin")
 
 

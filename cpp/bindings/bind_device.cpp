@@ -64,6 +64,7 @@ py::dict device_info(int device) {
 void bind_device(py::module_& module) {
   module.def("build_info", &build_info);
   module.def("cpu_info", &cpu_info);
+  module.def("free_cores", &cpu::free_cores);
   module.def("use_cpu_isa", &cpu::use_isa, py::arg("name"));
   module.def("cublaslt_info", &cublaslt_info);
   module.def("allow_overlap", &allow_overlap, py::arg("allowed"));

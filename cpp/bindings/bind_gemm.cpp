@@ -2,7 +2,6 @@
 // checked here too (None).
 #include <pybind11/stl.h>
 
-#include <limits>
 #include <map>
 #include <optional>
 
@@ -16,9 +15,6 @@
 
 namespace octofuse {
 namespace {
-
-// Rows from which "auto" leaves CPU tensors to oneDNN; set where that has AMX.
-int64_t onednn_rows = std::numeric_limits<int64_t>::max();
 
 // Finds or makes the output, selects and launches. None: an engine of the CPU that Python knows.
 py::object run(LinearCall& call, DType out_type, const std::string& engine, py::handle out_object) {
@@ -38,7 +34,7 @@ py::object run(LinearCall& call, DType out_type, const std::string& engine, py::
     }
   }
   if (call.x.on_cpu()) {
-    if (engine != "cpu" && (engine != "auto" || args.m >= onednn_rows)) return py::none();
+    if (engine != "cpu" && (engine != "auto" || left_to_onednn(args))) return py::none();
     py::object result = out ? py::reinterpret_borrow<py::object>(out_object)
                             : TensorFactory(call.x.dl.device).make(call.out_shape, out_type, &args.out);
     const CpuCall on_cpu;
@@ -187,7 +183,7 @@ std::map<std::string, TimeModel> features_of_problem(int64_t m, int64_t n, int64
 
 void bind_gemm(py::module_& module) {
   module.def("linear", &linear, py::arg("call"), py::arg("out"));
-  module.def("prefer_onednn", [](int64_t rows) { onednn_rows = rows; }, py::arg("rows"));
+  module.def("prefer_onednn", &prefer_onednn, py::arg("products"));
   module.def("call_fields", [] {
     py::dict fields;
     fields["LinearCall"] = LinearFields::names();

@@ -2,12 +2,17 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <utility>
 
+#include "octofuse/cpu.h"
 #include "octofuse/error.h"
 
 namespace octofuse {
 namespace {
+
+// See linear_call.h.
+double onednn_products = std::numeric_limits<double>::infinity();
 
 // |x - x_zero| is at most 255 and |w| at most 128: beyond this K the corrected accumulator could leave int32.
 constexpr int64_t kMaxAsymmetricK = 65793;
@@ -119,6 +124,13 @@ DType parse_output(LinearCall& call, py::handle out_dtype, py::handle out_scale)
   call.args.epilogue.out_scale = parse_scale(out_scale, "out_scale", -1, call.x);
   return DType::kInt8;
 }
+
+bool left_to_onednn(const GemmArgs& args) {
+  const double products = static_cast<double>(args.m) * static_cast<double>(args.n) * static_cast<double>(args.k);
+  return products >= onednn_products && products >= onednn_products * cpu::max_threads();
+}
+
+void prefer_onednn(double products) { onednn_products = products; }
 
 GemmProblem problem_of(const LinearCall& call) {
   const GemmArgs& args = call.args;

@@ -29,6 +29,11 @@ void parse_residual(LinearCall& call, py::handle object);
 // Asymmetric activations: x stands for x - x_zero, and the sums of w's rows take the zero point out of the product.
 void parse_zero_point(LinearCall& call, py::handle zero, py::handle sums);
 
+// Whether "auto" leaves this call on CPU tensors to oneDNN, which Python calls.
+bool left_to_onednn(const GemmArgs& args);
+// Products (M * N * K) for each thread from which it does; at first never.
+void prefer_onednn(double products);
+
 GemmProblem problem_of(const LinearCall& call);
 // The first call on a device reads what `octofuse tune` measured there before. The reader reports its own failures.
 void read_tuning_once(int device);

@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,8 @@ from torch import Tensor, nn
 
 from octofuse.models import gpt2
 from octofuse.models.decoder import Decoder
-from octofuse.ops import decode
+from octofuse.ops import cpu, decode
+from octofuse.sampling import Draws, Sampling
 
 KEPT = 4  # sessions of a generator, and prompt lengths of a session, whose graphs are kept
 CAPACITY_STEP = 64  # positions of a session's cache are a multiple of this: one serves many lengths
@@ -32,54 +32,6 @@ START = 8  # tokens of the given text before each sequence of own_text
 AT_ONCE = 128  # such sequences
 
 OnToken = Callable[[int, list[int]], None]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """temperature 0 takes the likeliest token; top_k and top_p narrow what a higher one draws from."""
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature: expected a finite number of at least 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k: expected at least 1, got {self.top_k}")
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p: expected a number above 0 and at most 1, got {self.top_p}")
-
-    @property
-    def narrows(self) -> tuple[int | None, bool] | None:
-        """What of it a graph depends on: None for the likeliest token, else top_k and whether there is a top_p.
-
-        Temperature and top_p themselves are numbers on the device, which a graph reads.
-        """
-        return None if self.temperature == 0 else (self.top_k, self.top_p is not None and self.top_p < 1.0)
-
-    def numbers(self) -> Tensor:
-        """fp32 [2]: temperature and top_p."""
-        return torch.tensor([self.temperature, 1.0 if self.top_p is None else self.top_p])
-
-    def choose(self, logits: Tensor, noise: Tensor | None, numbers: Tensor | None = None) -> Tensor:
-        """logits [B, V] and, beyond temperature 0, exponential noise of that shape -> tokens, int64 [B].
-
-        numbers: those of a Sampling that narrows alike, on the device; None: its own.
-        """
-        if noise is None:
-            return logits.argmax(-1)
-        temperature, top_p = self.numbers().to(logits.device) if numbers is None else numbers
-        logits = logits.float() / temperature
-        if self.top_k is not None and self.top_k < logits.shape[-1]:
-            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[:, -1:], float("-inf"))
-        if self.top_p is not None and self.top_p < 1.0:  # which of them: `top_p`
-            ordered = logits.sort(descending=True)
-            shares = ordered.values.softmax(-1)
-            before = shares.cumsum(-1) - shares  # the likeliest stays, whatever its share
-            drop = torch.zeros_like(before, dtype=torch.bool).scatter_(1, ordered.indices, before >= top_p)
-            logits = logits.masked_fill(drop, float("-inf"))
-        return (logits.softmax(-1) / noise).argmax(-1)
 
 
 class Session:
@@ -229,15 +181,21 @@ class Generator:
         longest = max(map(len, rows))
         session = self._session(len(rows), longest + max_new_tokens, sampling)
         session.prepare(max_new_tokens, sampling)
-        draws = _Draws(session.noise, seed)
+        draws = Draws(session.noise, seed)
         draws.refill()
-        session.start(rows)
-        tokens = self._continue(session, draws, max_new_tokens, stops, on_token)
+        with cpu.Threads(self.decoder.device) as threads:
+            session.start(rows)
+            tokens = self._continue(session, draws, threads, max_new_tokens, stops, on_token)
         return [_until(row, stops) for row in tokens]
 
     @staticmethod
     def _continue(
-        session: Session, draws: _Draws, most: int, stops: frozenset[int], on_token: OnToken | None
+        session: Session,
+        draws: Draws,
+        threads: cpu.Threads,
+        most: int,
+        stops: frozenset[int],
+        on_token: OnToken | None,
     ) -> list[list[int]]:
         """Steps until `most` tokens are there or every sequence has stopped; returns those that were looked at."""
         tokens: list[list[int]] = [[] for _ in range(session.ids.shape[0])]
@@ -256,6 +214,7 @@ class Generator:
                 if not live or count == most:
                     return tokens
             draws.refill()
+            threads.adjust()
             count += session.advance(min(look_every - (count - done), most - count))
 
     def _session(self, batch: int, length: int, sampling: Sampling) -> Session:
@@ -342,21 +301,6 @@ def _sampled(model: Any, starts: list[list[int]], count: int, *, temperature: fl
 
 def _rounded_up(count: int, step: int) -> int:
     return -(-count // step) * step
-
-
-class _Draws:
-    """Exponential noise for sampling, one stream for each sequence."""
-
-    def __init__(self, noise: Tensor | None, seed: int) -> None:
-        self.noise = noise
-        self.generators = []
-        if noise is not None:
-            self.generators = [torch.Generator(noise.device).manual_seed(seed + i) for i in range(noise.shape[0])]
-
-    def refill(self) -> None:
-        if self.noise is not None:
-            for row, generator in zip(self.noise, self.generators, strict=True):
-                row.exponential_(generator=generator)
 
 
 def _until(tokens: list[int], stops: frozenset[int]) -> list[int]:

@@ -29,6 +29,9 @@ void use_isa(const std::string& name);
 
 // Upper bound of threads in a call: what torch.set_num_threads() set.
 int max_threads();
+// Cores that are worth a thread now: those of this process less what others have used lately, but at least half of
+// them. All, where the system does not tell. Looks a few times a second; otherwise costs some nanoseconds.
+int free_cores();
 
 void linear(const GemmArgs& args);
 // x and x_scale of `args` are filled in here; per_token: every row finds its own scale, else all have rows.scale.

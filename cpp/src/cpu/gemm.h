@@ -67,23 +67,36 @@ inline void multiply_steps(int64_t steps, const Dot::X* x, int64_t ldx, const Lo
   }
 }
 
-// At most kFewTokens tokens by `count` channels from n0 on, the weight read once.
+// A few tokens by `count` channels from n0 on, the weight read once, and in the order in which it lies: memory answers
+// one stream three times as fast as four rows in turn.
 template <int kTokens>
 inline void multiply_few(const GemmArgs& args, const Dot::X* x, int64_t ldx, int64_t n0, int64_t count, int32_t* sums) {
   const int64_t steps = args.k / Dot::kStep, rest = args.k % Dot::kStep;
   for (int64_t j0 = 0; j0 < count; j0 += kChannels) {
-    const int8_t* w[kChannels];
-    // Channels beyond the last are the last one again, and nobody reads their sums.
-    for (int j = 0; j < kChannels; ++j) w[j] = args.w + least(n0 + j0 + j, args.n - 1) * args.ldw;
-    const auto load = [&](int j, int64_t s) { return Dot::widen(w[j] + s * Dot::kStep); };
-    multiply_steps<kTokens>(steps, x, ldx, load, sums + j0, kGemmChannels, false);
-    if (rest == 0) continue;
-    int8_t tails[kChannels][Dot::kStep] = {};
+    Dot::Sum acc[kTokens][kChannels];
+    OCTOFUSE_UNROLL
     for (int j = 0; j < kChannels; ++j) {
-      std::memcpy(tails[j], w[j] + steps * Dot::kStep, static_cast<size_t>(rest));
+      OCTOFUSE_UNROLL
+      for (int i = 0; i < kTokens; ++i) acc[i][j] = Dot::zero();
+      const auto add = [&](const int8_t* at, int64_t s) {
+        const auto w = Dot::widen(at);
+        OCTOFUSE_UNROLL
+        for (int i = 0; i < kTokens; ++i)
+          acc[i][j] = Dot::multiply(acc[i][j], w, Dot::load(x + i * ldx + s * Dot::kStep));
+      };
+      // Channels beyond the last are the last one again, and nobody reads their sums.
+      const int8_t* w = args.w + least(n0 + j0 + j, args.n - 1) * args.ldw;
+      for (int64_t s = 0; s < steps; ++s) add(w + s * Dot::kStep, s);
+      if (rest != 0) {
+        int8_t tail[Dot::kStep] = {};
+        std::memcpy(tail, w + steps * Dot::kStep, static_cast<size_t>(rest));
+        add(tail, steps);
+      }
     }
-    const auto load_tail = [&](int j, int64_t) { return Dot::widen(tails[j]); };
-    multiply_steps<kTokens>(1, x + steps * Dot::kStep, ldx, load_tail, sums + j0, kGemmChannels, true);
+    OCTOFUSE_UNROLL
+    for (int i = 0; i < kTokens; ++i) {
+      Dot::store_sums(acc[i][0], acc[i][1], acc[i][2], acc[i][3], sums + i * kGemmChannels + j0);
+    }
   }
 }
 

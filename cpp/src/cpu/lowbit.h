@@ -19,6 +19,8 @@ namespace octofuse::cpu {
 namespace {
 
 constexpr int kTables = 3;  // of 8 sums: up to 8 planes
+// Tiles are asked for before they are needed: the caches' own prefetching stops at every page.
+constexpr int64_t kTilesAhead = 2;
 
 // What a row of a tile needs of its group: uniform codes scale and zero, planes their tables.
 struct Group {
@@ -166,7 +168,9 @@ inline void walk_tile(const LowbitArgs& args, int64_t tile, const Segment& segme
   Group group;
   int64_t loaded = -1;
   for (int64_t block = 0; block < blocks; ++block) {
-    unpack_tile(args.format, args.bits, args.packed + (tile * blocks + block) * words, codes);
+    const uint32_t* at = args.packed + (tile * blocks + block) * words;
+    for (int64_t i = 0; i < words; i += 16) __builtin_prefetch(at + kTilesAhead * words + i);
+    unpack_tile(args.format, args.bits, at, codes);
     const int64_t k = block * kBlockK, end = least(kBlockK, (args.k - k + 31) / 32 * 32);
     for (int64_t first = 0; first < end;) {
       const int64_t here = (k + first) / width;

@@ -118,7 +118,8 @@ class OpenMp {
 // Threads of our own.
 class Pool {
  public:
-  void run(int64_t count, int threads, const std::function<void(int64_t)>& work) {
+  // crowded: other processes use some of the cores.
+  void run(int64_t count, int threads, bool crowded, const std::function<void(int64_t)>& work) {
     const std::unique_lock<std::mutex> owner(busy_, std::try_to_lock);
     if (!owner.owns_lock()) {
       for (int64_t i = 0; i < count; ++i) work(i);
@@ -126,7 +127,7 @@ class Pool {
     }
     loop_.open(count, work);
     const int helpers = static_cast<int>(std::min<int64_t>(threads, count)) - 1;
-    if (openmp_.usable()) {
+    if (!crowded && openmp_.usable()) {
       openmp_.run(loop_, helpers);
     } else {
       openmp_.stayed_apart();
@@ -241,11 +242,13 @@ void wait_until(const std::function<bool()>& ready) {
 }
 
 void parallel_for(int64_t count, int threads, const std::function<void(int64_t)>& work) {
+  const int free = threads < 2 ? 1 : free_cores();
+  threads = std::min(threads, free);
   if (threads < 2 || count < 2) {
     for (int64_t i = 0; i < count; ++i) work(i);
     return;
   }
-  pool().run(count, threads, work);
+  pool().run(count, threads, free < max_threads(), work);
 }
 
 }  // namespace octofuse::cpu

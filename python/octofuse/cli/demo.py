@@ -33,6 +33,7 @@ from octofuse.cli.files import expect_picture
 from octofuse.generate import Generator
 from octofuse.models import fuse_, measure_generation, quantize_, weight_bytes
 from octofuse.nn import Int8Linear, PackedLinear
+from octofuse.ops import cpu
 from octofuse.quant import scheme_named
 
 PROMPT = "def read_config(path):\n    "
@@ -117,9 +118,11 @@ def run_demo(
     if not _C.build_info()["cuda"]:
         console.print("octofuse was built for the CPU only: no NVIDIA driver was found when it was installed.")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    shown, tokens = _make(device, names, min(max_tokens, QUICK_TOKENS) if quick else max_tokens, new_tokens)
+    with cpu.Threads(device) as threads:
+        limit = min(max_tokens, QUICK_TOKENS) if quick else max_tokens
+        shown, tokens = _make(device, threads, names, limit, new_tokens)
+        _take_turns(shown, threads, new_tokens, 3 if quick else ROUNDS)
     parameters = sum(p.numel() for p in shown[0].model.parameters())
-    _take_turns(shown, new_tokens, 3 if quick else ROUNDS)
 
     title = f"embedded GPT-2 ({parameters / 1e6:.1f}M parameters) on {where}, batch 1"
     table = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
@@ -130,10 +133,8 @@ def run_demo(
     for row in rows:
         table.add_row(row["name"], *(row[column] for column in COLUMNS))
     console.print(table)
-    if shown[0].spread > BUSY:
-        console.print(
-            "The machine was busy: other programs slowed some rounds down, so small differences mean nothing."
-        )
+    if threads.crowded or shown[0].spread > BUSY:
+        console.print("The machine was busy: an idle one is faster, and small differences mean nothing here.")
     console.print(_conclusion(shown), highlight=False)
     warn_of_fallbacks(shown[-1].model)
     for one in shown if not quick else ():
@@ -144,7 +145,9 @@ def run_demo(
     console.print(f"{time.perf_counter() - began:.0f} s in all; perplexity over {tokens} held-out tokens")
 
 
-def _make(device: torch.device, names: Sequence[str], max_tokens: int, new_tokens: int) -> tuple[list[Shown], int]:
+def _make(
+    device: torch.device, threads: cpu.Threads, names: Sequence[str], max_tokens: int, new_tokens: int
+) -> tuple[list[Shown], int]:
     """The float model and one of each scheme, each with a line on stderr as it begins; and the tokens evaluated."""
     plain, tokenizer = load_float("embedded", device)
     tokens = evaluation_tokens(tokenizer)[:max_tokens]
@@ -153,6 +156,7 @@ def _make(device: torch.device, names: Sequence[str], max_tokens: int, new_token
     shown = []
     for at, name in enumerate((str(plain.dtype).removeprefix("torch."), *names)):
         print(f"{at + 1}/{len(names) + 1} {name}", file=sys.stderr, flush=True)
+        threads.adjust()
         model = plain
         if at > 0:
             model = fuse_(quantize_(copy.deepcopy(plain), name, batches))
@@ -162,7 +166,7 @@ def _make(device: torch.device, names: Sequence[str], max_tokens: int, new_token
     return shown, tokens.numel()
 
 
-def _take_turns(shown: list[Shown], new_tokens: int, rounds: int) -> None:
+def _take_turns(shown: list[Shown], threads: cpu.Threads, new_tokens: int, rounds: int) -> None:
     """Times of every model: octofuse.generate to the first token and for all, and transformers token by token.
 
     All models take turns, so that a busy machine meets them alike.
@@ -178,6 +182,7 @@ def _take_turns(shown: list[Shown], new_tokens: int, rounds: int) -> None:
         for one in shown:
             if at >= 2 and min(one.total) > SLOW * min(shown[0].total):
                 continue
+            threads.adjust()
             for count, times in ((1, one.first), (new_tokens, one.total)):
                 start = time.perf_counter()
                 one.generator(prompt, count)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from octofuse.ops import cpu
+
 
 def scored_windows(tokens: Tensor, context: int, stride: int | None = None, batch: int = 4) -> list[tuple[Tensor, int]]:
     """Batches of windows, int64 [B, T], and the first position that counts in each: every token is scored once.
@@ -57,13 +59,15 @@ def perplexity(
     device = next(iter(model.buffers()), next(iter(model.parameters()))).device
     batches = scored_windows(tokens, context, stride, batch)
     total, count = 0.0, 0
-    for index, (window, first) in enumerate(batches):
-        ids = window.to(device)
-        logits = model(ids).logits[:, first - 1 : -1].float()
-        total += cross_entropy(logits.flatten(0, 1), ids[:, first:].flatten(), reduction="sum").item()
-        count += ids[:, first:].numel()
-        if on_window is not None:
-            on_window(index + 1, len(batches))
+    with cpu.Threads(device) as threads:
+        for index, (window, first) in enumerate(batches):
+            threads.adjust()
+            ids = window.to(device)
+            logits = model(ids).logits[:, first - 1 : -1].float()
+            total += cross_entropy(logits.flatten(0, 1), ids[:, first:].flatten(), reduction="sum").item()
+            count += ids[:, first:].numel()
+            if on_window is not None:
+                on_window(index + 1, len(batches))
     return math.exp(total / count)
 
 

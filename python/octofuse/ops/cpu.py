@@ -1,12 +1,14 @@
 """CPU engines besides `_C`'s own, `cpu`: `onednn` (AVX-512 VNNI or AMX through torch) and `reference` (plain torch).
 
 All give the accumulators exactly and compute the same formula behind them, so their bits are the same. "auto" is `cpu`;
-where the CPU has AMX, whose tiles oneDNN knows, `onednn` from AMX_ROWS rows on.
+where the CPU has AMX, whose tiles oneDNN knows, `onednn` for calls of at least AMX_PRODUCTS products (M * N * K) a thread.
+oneDNN reads its own copy of a weight, which is made at the first such call and lives as long as the weight.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from octofuse import _C, reference
 
 ENGINES = ("cpu", "onednn", "reference")
-AMX_ROWS = 16
+AMX_PRODUCTS = 2e7  # a thread: where both took the same time on a Xeon with AMX, with 2 and with 16 threads
 
 
 @functools.cache
@@ -48,15 +50,20 @@ def has_amx() -> bool:
 
 
 if has_amx():
-    _C.prefer_onednn(AMX_ROWS)
+    _C.prefer_onednn(AMX_PRODUCTS)
 
 
-def select(engine: str, rows: int = 1) -> str:
-    """The CPU engine that serves `engine` for so many rows; ValueError with the reason if none does."""
+def select(engine: str, products: int = 1) -> str:
+    """The CPU engine that serves `engine` for a call of M * N * K products; ValueError with the reason if none does."""
     if engine in ("cpu", "reference"):
         return engine
     if engine == "auto":
-        return "onednn" if has_amx() and rows >= AMX_ROWS and not why_not_onednn() else "cpu"
+        if not has_amx() or products < AMX_PRODUCTS * torch.get_num_threads():
+            return "cpu"
+        if why_not_onednn():
+            _C.prefer_onednn(math.inf)
+            return "cpu"
+        return "onednn"
     if engine == "onednn":
         reason = why_not_onednn()
         if not reason:
@@ -64,6 +71,33 @@ def select(engine: str, rows: int = 1) -> str:
         raise ValueError(f"engine: expected one that can serve this call, got 'onednn'; onednn: {reason}")
     names = ", ".join(map(repr, ENGINES))
     raise ValueError(f"engine: expected one of 'auto', {names} for CPU tensors, got {engine!r}")
+
+
+class Threads:
+    """On a CPU, for the time of a call: no more of torch's threads than other processes leave cores for.
+
+    A parallel region of OpenMP ends when all of its threads have come by: one that waits for a core holds up the others.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.crowded = False  # since then, at some time
+        self.most = torch.get_num_threads() if device.type == "cpu" else 1
+
+    def __enter__(self) -> Threads:
+        self.adjust()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.most > 1:
+            torch.set_num_threads(self.most)
+
+    def adjust(self) -> None:
+        if self.most == 1:
+            return
+        count = min(self.most, _C.free_cores())
+        self.crowded |= count < self.most
+        if count != torch.get_num_threads():
+            torch.set_num_threads(count)
 
 
 def accumulate(x: Tensor, w: Tensor, engine: str) -> Tensor:

@@ -107,13 +107,13 @@ def _explain_int8(
     if x.is_cuda:
         raw = out_dtype == torch.int32
         return _explanation(_C.explain(m, n, k, dtype_name(out_dtype), raw, double, engine, x.get_device()))
-    chosen = cpu.select_raw(engine) if out_dtype == torch.int32 else cpu.select(engine, m)
+    chosen = cpu.select_raw(engine) if out_dtype == torch.int32 else cpu.select(engine, m * n * k)
     if engine != "auto":
         return Explanation(_kernel(chosen), "asked for by name", (), _kernel(chosen))
     no_int32 = "it has no int32 output" if out_dtype == torch.int32 else ""
     reasons = {
-        "cpu": f"slower from {cpu.AMX_ROWS} rows on, on this CPU with AMX",
-        "onednn": cpu.why_not_onednn() or no_int32 or f"slower without AMX or with fewer than {cpu.AMX_ROWS} rows",
+        "cpu": "slower for so many products, on this CPU with AMX",
+        "onednn": cpu.why_not_onednn() or no_int32 or "slower without AMX or for so few products",
         "reference": "slower: plain torch, in double",
     }
     declined = tuple((_kernel(name), reason) for name, reason in reasons.items() if name != chosen)

@@ -68,7 +68,7 @@ def i8f16_linear(
     call = LinearCall(
         x, w, x_scale, w_scale, bias, activation, residual, out_dtype, None, engine, x_zero_point, w_sum, constant_weight
     )  # fmt: skip
-    result: Tensor = run("linear", "this op", call, _linear, out)
+    result: Tensor = run("linear", "this op", call, linear, out)
     return result
 
 
@@ -112,7 +112,7 @@ def i8i8_linear(
         x, w, x_scale, w_scale, bias, activation, residual, torch.float16, out_scale, engine, x_zero_point, w_sum,
         constant_weight,
     )  # fmt: skip
-    result: Tensor = run("linear", "this op", call, _linear, out)
+    result: Tensor = run("linear", "this op", call, linear, out)
     return result
 
 
@@ -171,7 +171,7 @@ def _dispatch(op: str, arguments: tuple[Any, ...], out: Tensor | None) -> Tensor
 # What both the direct path and the dispatcher run. `_C` checks everything and returns None where torch is to compute.
 
 
-def _linear(call: LinearCall, out: Tensor | None = None) -> Tensor:
+def linear(call: LinearCall, out: Tensor | None = None) -> Tensor:
     """Both linears: `out_scale` makes the output int8, else it is `out_dtype`."""
     result = _C.linear(call, out)
     if result is not None:
@@ -180,9 +180,9 @@ def _linear(call: LinearCall, out: Tensor | None = None) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     # oneDNN's products are rounded to fp32: nothing could be subtracted from them exactly.
     symmetric = call.x_zero_point is None or call.w_sum is None
-    engine = cpu.select(call.engine, flat.shape[0]) if symmetric else cpu.select_raw(call.engine)
+    engine = cpu.select(call.engine, flat.numel() * w.shape[0]) if symmetric else cpu.select_raw(call.engine)
     if engine == "cpu":
-        return _linear(call._replace(engine=engine), out)
+        return linear(call._replace(engine=engine), out)
     acc = cpu.accumulate(flat, w, engine)
     if call.x_zero_point is not None and call.w_sum is not None:
         acc = reference.subtract_zero_point(acc, call.x_zero_point, call.w_sum)
@@ -206,7 +206,7 @@ def _matmul_i8(x: Tensor, w: Tensor, alpha: float, engine: str, out: Tensor | No
     if result is not None:
         return result
     flat = x.reshape(-1, x.shape[-1])
-    if (chosen := cpu.select(engine, flat.shape[0])) == "cpu":
+    if (chosen := cpu.select(engine, flat.numel() * w.shape[0])) == "cpu":
         return _matmul_i8(x, w, alpha, chosen, out)
     t = cpu.accumulate(flat, w, chosen).float() * torch.tensor(alpha, dtype=torch.float32)
     return _deliver(reference.requantize(t, 1.0, low=-128), x, w, out)
@@ -218,7 +218,7 @@ def _deliver(flat: Tensor, x: Tensor, w: Tensor, out: Tensor | None) -> Tensor:
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "linear": _linear,
+    "linear": linear,
     "i8i32_matmul": _matmul,
     "i8i8_matmul": _matmul_i8,
 }
