@@ -105,26 +105,29 @@ def turns(engines: dict[str, dict[str, Callable[[], Any]]], rounds: int) -> dict
 
 
 def busy_ratio(neighbours: int) -> dict[str, float]:
-    """Time of a call beside processes that never sleep, over its idle time; the mean of many."""
+    """Time of a call beside processes that never sleep, over its idle time: of many calls' means the median."""
     x, weight = torch.randn(8, 768), torch.randint(-127, 128, (3072, 768), dtype=torch.int8)
     scale, plain = torch.rand(3072), nn.Linear(768, 3072)
     calls = {"octofuse": lambda: octofuse.quantized_linear(x, weight, scale), "fp32": lambda: plain(x)}
 
-    def means() -> dict[str, float]:
+    def medians() -> dict[str, float]:
         found = {}
         for name, call in calls.items():
-            call()
-            began = time.perf_counter()
-            for _ in range(400):
-                call()
-            found[name] = (time.perf_counter() - began) / 400
+            means = []
+            for _ in range(7):
+                began, count = time.perf_counter(), 0
+                while time.perf_counter() - began < 0.2:  # many time slices
+                    call()
+                    count += 1
+                means.append((time.perf_counter() - began) / count)
+            found[name] = statistics.median(means)
         return found
 
-    idle = means()
+    idle = medians()
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(neighbours)]
     try:
         time.sleep(0.5)
-        busy = means()
+        busy = medians()
     finally:
         for hog in hogs:
             hog.kill()

@@ -159,6 +159,19 @@ def cpu_avx512() -> str:
     return cpu("avx512_vnni")
 
 
+def llama_cpp() -> str:
+    rows = result("cpu/llama_cpp_avx2")["rows"]
+    best = {row["engine"]: row for row in rows}
+    shown = []
+    for row in rows:
+        peer = best["llama.cpp q4_0" if "4 bits" in row["engine"] else "llama.cpp q8_0"]
+        ratios = ("", "")
+        if row["engine"] in ("octofuse int8", "octofuse 4 bits"):
+            ratios = (times(row["tokens/s"] / peer["tokens/s"]), times(peer["prompt ms"] / row["prompt ms"]))
+        shown.append((row["engine"], f"{row['tokens/s']:.0f}", ratios[0], f"{row['prompt ms']:.0f}", ratios[1]))
+    return lines(("engine", "tokens/s", "over llama.cpp", "prompt of 128, ms", "over llama.cpp"), shown)
+
+
 def machines() -> str:
     rows = []
     for name in ("avx2", "avx512_vnni"):
@@ -187,7 +200,7 @@ def versions() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        highlights, schemes, costs, gemm, lowbit, gpt2, batches, cpu_avx2, cpu_avx512, machines, tests, versions,
+        highlights, schemes, costs, gemm, lowbit, gpt2, batches, cpu_avx2, cpu_avx512, llama_cpp, machines, tests, versions,
     )
 }  # fmt: skip
 
