@@ -61,9 +61,10 @@ def i8f16_linear(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
 
-    >>> x, w = torch.ones(1, 4, dtype=torch.int8), torch.full((2, 4), 3, dtype=torch.int8)
-    >>> octofuse.i8f16_linear(x, w, 0.5, torch.tensor([1.0, -1.0]), activation="relu")
-    tensor([[6., 0.]], dtype=torch.float16)
+    Examples:
+        >>> x, w = torch.ones(1, 4, dtype=torch.int8), torch.full((2, 4), 3, dtype=torch.int8)
+        >>> octofuse.i8f16_linear(x, w, 0.5, torch.tensor([1.0, -1.0]), activation="relu")
+        tensor([[6., 0.]], dtype=torch.float16)
     """
     call = LinearCall(
         x, w, x_scale, w_scale, bias, activation, residual, out_dtype, None, engine, x_zero_point, w_sum, constant_weight
@@ -102,9 +103,10 @@ def i8i8_linear(
     Raises:
         TypeError, ValueError: naming the argument.
 
-    >>> x, w = torch.ones(1, 4, dtype=torch.int8), torch.full((2, 4), 3, dtype=torch.int8)
-    >>> octofuse.i8i8_linear(x, w, 0.5, 1.0, out_scale=2.0)
-    tensor([[3, 3]], dtype=torch.int8)
+    Examples:
+        >>> x, w = torch.ones(1, 4, dtype=torch.int8), torch.full((2, 4), 3, dtype=torch.int8)
+        >>> octofuse.i8i8_linear(x, w, 0.5, 1.0, out_scale=2.0)
+        tensor([[3, 3]], dtype=torch.int8)
     """
     if out_scale is None:
         raise TypeError("out_scale: expected float or torch.Tensor, got NoneType")
@@ -121,8 +123,9 @@ def weight_sums(w: Tensor) -> Tensor:
 
     Raises TypeError for anything else.
 
-    >>> octofuse.weight_sums(torch.ones(2, 3, dtype=torch.int8))
-    tensor([3, 3], dtype=torch.int32)
+    Examples:
+        >>> octofuse.weight_sums(torch.ones(2, 3, dtype=torch.int8))
+        tensor([3, 3], dtype=torch.int32)
     """
     if w.dtype != torch.int8 or w.dim() != 2:
         raise TypeError(f"w: expected an int8 tensor [N, K], got {w.dtype} {list(w.shape)}")
@@ -135,8 +138,9 @@ def i8i32_matmul(x: Tensor, w: Tensor, *, engine: str = "auto", out: Tensor | No
 
     engine and out: as in `i8f16_linear`. Raises TypeError or ValueError naming the argument.
 
-    >>> octofuse.i8i32_matmul(torch.full((1, 3), -128, dtype=torch.int8), torch.full((1, 3), -128, dtype=torch.int8))
-    tensor([[49152]], dtype=torch.int32)
+    Examples:
+        >>> octofuse.i8i32_matmul(torch.full((1, 3), -128, dtype=torch.int8), torch.full((1, 3), -128, dtype=torch.int8))
+        tensor([[49152]], dtype=torch.int32)
     """
     if goes_direct(x, w, out):
         return _matmul(x, w, engine, out)
@@ -150,9 +154,10 @@ def i8i8_matmul(x: Tensor, w: Tensor, alpha: float, *, engine: str = "auto", out
     activation, and the range includes -128 (`i8i8_linear` clamps at -127). engine and out: as in `i8f16_linear`. Raises
     TypeError or ValueError naming the argument. Source: cuBLAS manual, cublasLtMatmul with CUDA_R_8I output.
 
-    >>> x = torch.full((1, 4), 5, dtype=torch.int8)
-    >>> octofuse.i8i8_matmul(x, x, 0.5)
-    tensor([[50]], dtype=torch.int8)
+    Examples:
+        >>> x = torch.full((1, 4), 5, dtype=torch.int8)
+        >>> octofuse.i8i8_matmul(x, x, 0.5)
+        tensor([[50]], dtype=torch.int8)
     """
     if goes_direct(x, w, out):
         return _matmul_i8(x, w, alpha, engine, out)

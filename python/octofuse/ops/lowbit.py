@@ -82,11 +82,12 @@ def woq_linear(
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
 
-    >>> from octofuse.quant.packing import pack
-    >>> packed = pack(torch.tensor([[0, 1, 2, 15]]), 4)
-    >>> zero = torch.ones(1, 1, dtype=torch.uint8)
-    >>> octofuse.woq_linear(torch.ones(1, 4), packed, torch.full((1, 1), 0.5), zero, bits=4)
-    tensor([[7.]])
+    Examples:
+        >>> from octofuse.quant.packing import pack
+        >>> packed = pack(torch.tensor([[0, 1, 2, 15]]), 4)
+        >>> zero = torch.ones(1, 1, dtype=torch.uint8)
+        >>> octofuse.woq_linear(torch.ones(1, 4), packed, torch.full((1, 1), 0.5), zero, bits=4)
+        tensor([[7.]])
     """
     return _call(
         LowbitCall(
@@ -132,10 +133,11 @@ def bcq_linear(
     Raises:
         TypeError, ValueError: naming the argument.
 
-    >>> from octofuse.quant.packing import pack
-    >>> packed = pack(torch.tensor([[1, 0, 1, 1]]), 1, planes=True)  # + - + +
-    >>> octofuse.bcq_linear(torch.ones(1, 4), packed, torch.full((1, 1, 1), 0.5))
-    tensor([[1.]])
+    Examples:
+        >>> from octofuse.quant.packing import pack
+        >>> packed = pack(torch.tensor([[1, 0, 1, 1]]), 1, planes=True)  # + - + +
+        >>> octofuse.bcq_linear(torch.ones(1, 4), packed, torch.full((1, 1, 1), 0.5))
+        tensor([[1.]])
     """
     return _call(
         LowbitCall(
@@ -177,10 +179,11 @@ def sparse12_linear(
     Raises:
         TypeError, ValueError: naming the argument.
 
-    >>> from octofuse.quant.packing import pack_pairs
-    >>> packed = pack_pairs(torch.tensor([[3, 128 + 5]]))  # 3 in column 0, 5 in column 3
-    >>> octofuse.sparse12_linear(torch.tensor([[1.0, 10.0, 100.0, 1000.0]]), packed, torch.ones(1, 1))
-    tensor([[5003.]])
+    Examples:
+        >>> from octofuse.quant.packing import pack_pairs
+        >>> packed = pack_pairs(torch.tensor([[3, 128 + 5]]))  # 3 in column 0, 5 in column 3
+        >>> octofuse.sparse12_linear(torch.tensor([[1.0, 10.0, 100.0, 1000.0]]), packed, torch.ones(1, 1))
+        tensor([[5003.]])
     """
     return _call(
         LowbitCall(

@@ -18,8 +18,9 @@ def quantize_per_tensor(x: Tensor, scale: Scale) -> Tensor:
 
     Values beyond 127 * scale saturate, infinities too; NaN becomes 0. Raises TypeError or ValueError.
 
-    >>> octofuse.quantize_per_tensor(torch.tensor([0.0, 1.0, -99.0]), 0.5)
-    tensor([   0,    2, -127], dtype=torch.int8)
+    Examples:
+        >>> octofuse.quantize_per_tensor(torch.tensor([0.0, 1.0, -99.0]), 0.5)
+        tensor([   0,    2, -127], dtype=torch.int8)
     """
     if goes_direct(x, scale):
         return _per_tensor(x, scale)
@@ -34,9 +35,10 @@ def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     A row of zeros gets scale 1. A row that holds NaN or Inf gets a NaN or Inf scale, so its dequantised values are NaN,
     and no other row is touched. Raises TypeError or ValueError.
 
-    >>> q, scales = octofuse.quantize_per_token(torch.tensor([[1.0, -2.0], [0.0, 0.0]]))
-    >>> q.tolist(), scales.shape
-    ([[64, -127], [0, 0]], torch.Size([2, 1]))
+    Examples:
+        >>> q, scales = octofuse.quantize_per_token(torch.tensor([[1.0, -2.0], [0.0, 0.0]]))
+        >>> q.tolist(), scales.shape
+        ([[64, -127], [0, 0]], torch.Size([2, 1]))
     """
     if goes_direct(x):
         return _per_token(x)
@@ -50,8 +52,9 @@ def dequantize(q: Tensor, scale: Scale, *, out_dtype: torch.dtype = torch.float1
 
     out_dtype: torch.float16, torch.bfloat16 or torch.float32. Raises TypeError or ValueError.
 
-    >>> octofuse.dequantize(torch.tensor([[2, -3]], dtype=torch.int8), 0.5)
-    tensor([[ 1.0000, -1.5000]], dtype=torch.float16)
+    Examples:
+        >>> octofuse.dequantize(torch.tensor([[2, -3]], dtype=torch.int8), 0.5)
+        tensor([[ 1.0000, -1.5000]], dtype=torch.float16)
     """
     if goes_direct(q, scale):
         return _dequantize(q, scale, out_dtype)

@@ -32,8 +32,9 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Raises:
         TypeError, ValueError: naming the argument.
 
-    >>> octofuse.layer_norm(torch.tensor([[1.0, 3.0]]), eps=0.0)
-    tensor([[-1.,  1.]])
+    Examples:
+        >>> octofuse.layer_norm(torch.tensor([[1.0, 3.0]]), eps=0.0)
+        tensor([[-1.,  1.]])
     """
     return _call("layer_norm", x, None, weight, bias, eps)[0]
 
@@ -43,8 +44,9 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 
     Arguments, result and errors are those of `layer_norm`, without a bias.
 
-    >>> octofuse.rms_norm(torch.tensor([[3.0, 3.0, 3.0]]), eps=0.0)
-    tensor([[1., 1., 1.]])
+    Examples:
+        >>> octofuse.rms_norm(torch.tensor([[3.0, 3.0, 3.0]]), eps=0.0)
+        tensor([[1., 1., 1.]])
     """
     return _call("rms_norm", x, None, weight, None, eps)[0]
 
@@ -64,9 +66,10 @@ def add_layer_norm(
     Raises:
         TypeError, ValueError: naming the argument.
 
-    >>> y, h = octofuse.add_layer_norm(torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 2.0]]), eps=0.0)
-    >>> y, h
-    (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
+    Examples:
+        >>> y, h = octofuse.add_layer_norm(torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 2.0]]), eps=0.0)
+        >>> y, h
+        (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
     """
     y, h = _call("layer_norm", x, residual, weight, bias, eps)
     return y, h
@@ -75,8 +78,9 @@ def add_layer_norm(
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """`add_layer_norm` with `rms_norm` -> rms_norm(h) and h, both like x.
 
-    >>> octofuse.add_rms_norm(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0]]), eps=0.0)
-    (tensor([[1., 1.]]), tensor([[2., 2.]]))
+    Examples:
+        >>> octofuse.add_rms_norm(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0]]), eps=0.0)
+        (tensor([[1., 1.]]), tensor([[2., 2.]]))
     """
     y, h = _call("rms_norm", x, residual, weight, None, eps)
     return y, h
@@ -92,8 +96,9 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     Raises:
         TypeError, ValueError: naming the argument.
 
-    >>> octofuse.activate(torch.tensor([-1.0, 2.0]), "relu")
-    tensor([0., 2.])
+    Examples:
+        >>> octofuse.activate(torch.tensor([-1.0, 2.0]), "relu")
+        tensor([0., 2.])
     """
     return _call("activation", x, activation=activation)[0]
 
@@ -103,8 +108,9 @@ def gated_activation(x: Tensor, activation: Activation = "silu") -> Tensor:
 
     Arguments and errors are those of `activate`. Returns `[..., K]`, each of the two steps rounded to x's dtype.
 
-    >>> octofuse.gated_activation(torch.tensor([[2.0, -1.0, 10.0, 10.0]]), "relu")
-    tensor([[20.,  0.]])
+    Examples:
+        >>> octofuse.gated_activation(torch.tensor([[2.0, -1.0, 10.0, 10.0]]), "relu")
+        tensor([[20.,  0.]])
     """
     return _call("gated_activation", x, activation=activation)[0]
 
@@ -129,8 +135,9 @@ def layer_norm_quantize(
     Raises:
         TypeError, ValueError: naming the argument.
 
-    >>> octofuse.layer_norm_quantize(torch.tensor([[1.0, 3.0]]), eps=0.0)
-    (tensor([[-127,  127]], dtype=torch.int8), tensor([[0.0079]]))
+    Examples:
+        >>> octofuse.layer_norm_quantize(torch.tensor([[1.0, 3.0]]), eps=0.0)
+        (tensor([[-127,  127]], dtype=torch.int8), tensor([[0.0079]]))
     """
     q, used = _quantized("layer_norm", x, None, weight, bias, eps, scale=scale)
     return q, used
@@ -141,8 +148,9 @@ def rms_norm_quantize(
 ) -> tuple[Tensor, Scale]:
     """`rms_norm`, quantised in the same pass: `layer_norm_quantize` without a bias.
 
-    >>> octofuse.rms_norm_quantize(torch.tensor([[2.0, -2.0]]), eps=0.0, scale=0.5)
-    (tensor([[ 2, -2]], dtype=torch.int8), 0.5)
+    Examples:
+        >>> octofuse.rms_norm_quantize(torch.tensor([[2.0, -2.0]]), eps=0.0, scale=0.5)
+        (tensor([[ 2, -2]], dtype=torch.int8), 0.5)
     """
     q, used = _quantized("rms_norm", x, None, weight, None, eps, scale=scale)
     return q, used
@@ -159,9 +167,10 @@ def add_layer_norm_quantize(
 ) -> tuple[Tensor, Scale, Tensor]:
     """`add_layer_norm`, quantised in the same pass -> int8 like x, its scale as in `layer_norm_quantize`, and h.
 
-    >>> q, scale, h = octofuse.add_layer_norm_quantize(torch.ones(1, 2), torch.tensor([[0.0, 2.0]]), eps=0.0)
-    >>> q, h
-    (tensor([[-127,  127]], dtype=torch.int8), tensor([[1., 3.]]))
+    Examples:
+        >>> q, scale, h = octofuse.add_layer_norm_quantize(torch.ones(1, 2), torch.tensor([[0.0, 2.0]]), eps=0.0)
+        >>> q, h
+        (tensor([[-127,  127]], dtype=torch.int8), tensor([[1., 3.]]))
     """
     q, used, h = _quantized("layer_norm", x, residual, weight, bias, eps, scale=scale)
     return q, used, h
@@ -172,9 +181,10 @@ def add_rms_norm_quantize(
 ) -> tuple[Tensor, Scale, Tensor]:
     """`add_rms_norm`, quantised in the same pass -> int8 like x, its scale as in `layer_norm_quantize`, and h.
 
-    >>> q, scale, h = octofuse.add_rms_norm_quantize(torch.ones(1, 2), torch.ones(1, 2), eps=0.0)
-    >>> q, h
-    (tensor([[127, 127]], dtype=torch.int8), tensor([[2., 2.]]))
+    Examples:
+        >>> q, scale, h = octofuse.add_rms_norm_quantize(torch.ones(1, 2), torch.ones(1, 2), eps=0.0)
+        >>> q, h
+        (tensor([[127, 127]], dtype=torch.int8), tensor([[2., 2.]]))
     """
     q, used, h = _quantized("rms_norm", x, residual, weight, None, eps, scale=scale)
     return q, used, h
@@ -183,8 +193,9 @@ def add_rms_norm_quantize(
 def activate_quantize(x: Tensor, activation: Activation, *, scale: Scale | None = None) -> tuple[Tensor, Scale]:
     """`activate`, quantised in the same pass -> int8 like x, and its scale as in `layer_norm_quantize`.
 
-    >>> octofuse.activate_quantize(torch.tensor([[-4.0, 2.0]]), "relu", scale=1.0)
-    (tensor([[0, 2]], dtype=torch.int8), 1.0)
+    Examples:
+        >>> octofuse.activate_quantize(torch.tensor([[-4.0, 2.0]]), "relu", scale=1.0)
+        (tensor([[0, 2]], dtype=torch.int8), 1.0)
     """
     q, used = _quantized("activation", x, activation=activation, scale=scale)
     return q, used
@@ -195,8 +206,9 @@ def gated_activation_quantize(
 ) -> tuple[Tensor, Scale]:
     """`gated_activation`, quantised in the same pass -> int8 `[..., K]`, and its scale as in `layer_norm_quantize`.
 
-    >>> octofuse.gated_activation_quantize(torch.tensor([[2.0, 3.0]]), "relu", scale=1.0)
-    (tensor([[6]], dtype=torch.int8), 1.0)
+    Examples:
+        >>> octofuse.gated_activation_quantize(torch.tensor([[2.0, 3.0]]), "relu", scale=1.0)
+        (tensor([[6]], dtype=torch.int8), 1.0)
     """
     q, used = _quantized("gated_activation", x, activation=activation, scale=scale)
     return q, used
