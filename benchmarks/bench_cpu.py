@@ -104,8 +104,11 @@ def turns(engines: dict[str, dict[str, Callable[[], Any]]], rounds: int) -> dict
     return {name: {call: statistics.median(t) for call, t in calls.items()} for name, calls in times.items()}
 
 
-def busy_ratio(neighbours: int) -> dict[str, float]:
-    """Time of a call beside processes that never sleep, over its idle time: of many calls' means the median."""
+def busy_ratio(neighbours: int, seconds: float) -> dict[str, float]:
+    """Time of a call beside processes that never sleep, over its idle time: the median of seven means.
+
+    seconds: of each mean; many time slices.
+    """
     x, weight = torch.randn(8, 768), torch.randint(-127, 128, (3072, 768), dtype=torch.int8)
     scale, plain = torch.rand(3072), nn.Linear(768, 3072)
     calls = {"octofuse": lambda: octofuse.quantized_linear(x, weight, scale), "fp32": lambda: plain(x)}
@@ -116,7 +119,7 @@ def busy_ratio(neighbours: int) -> dict[str, float]:
             means = []
             for _ in range(7):
                 began, count = time.perf_counter(), 0
-                while time.perf_counter() - began < 0.2:  # many time slices
+                while time.perf_counter() - began < seconds:
                     call()
                     count += 1
                 means.append((time.perf_counter() - began) / count)
@@ -154,6 +157,6 @@ def run(smoke: bool) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "isa": _C.cpu_info()["isa"],
         "torch capability": torch.backends.cpu.get_cpu_capability(),
-        "beside two busy processes": busy_ratio(2),
+        "beside two busy processes": busy_ratio(2, 0.01 if smoke else 0.2),
         "rows": rows,
     }
