@@ -10,14 +10,12 @@ ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/run.py cpu
 from __future__ import annotations
 
 import copy
-import platform
 import statistics
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,17 +26,11 @@ from octofuse import _C
 from octofuse.assets import EMBEDDED
 from octofuse.models import fuse_, quantize_
 from octofuse.nn.linear import is_conv1d, weight_of
+from octofuse.ops import cpu
 
 SCHEMES = ("w8a8-static", "w8a8-dynamic", "w4a16-g128", "bcq-q3-g128")
 PROMPT, NEW, LONG = 8, 32, 128  # tokens
 ROUNDS = 9
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def gpt2(size: str) -> Any:
@@ -153,7 +145,7 @@ def run(smoke: bool) -> dict[str, Any]:
                 row[f"{way}, prompt over fp32"] = found["fp32"][f"{way}, prompt"] / times[f"{way}, prompt"]
             rows.append(row)
     return {
-        "cpu": cpu_name(),
+        "cpu": cpu.name(),
         "threads": torch.get_num_threads(),
         "isa": _C.cpu_info()["isa"],
         "torch capability": torch.backends.cpu.get_cpu_capability(),

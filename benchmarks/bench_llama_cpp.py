@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 import octofuse
-from bench_cpu import cpu_name, gpt2
+from bench_cpu import gpt2
 from octofuse import _C
 from octofuse.models import quantize_
+from octofuse.ops import cpu
 
 PROMPT, NEW, LONG = 8, 32, 128  # tokens
 SCHEMES = {"octofuse int8": "w8a8-dynamic", "octofuse 4 bits": "w4a16-g32"}
@@ -118,4 +119,4 @@ def run(smoke: bool) -> dict[str, Any]:
     for name in engines:
         new, prompt = (statistics.median(times[name, call][1:]) for call in ("new tokens", "prompt"))
         rows.append({"engine": name, "tokens/s": NEW / new, "prompt ms": prompt * 1e3})
-    return {"cpu": cpu_name(), "isa": _C.cpu_info()["isa"], "threads": torch.get_num_threads(), "rows": rows}
+    return {"cpu": cpu.name(), "isa": _C.cpu_info()["isa"], "threads": torch.get_num_threads(), "rows": rows}

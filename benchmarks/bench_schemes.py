@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from bench_cpu import cpu_name
 from octofuse import _C, Generator, assets
 from octofuse.cli.common import calibration_batches, evaluation_tokens, load_float
 from octofuse.cli.schemes import WHAT
 from octofuse.models import perplexity, quantize_, weight_bytes
 from octofuse.nn import linear_layers
 from octofuse.nn.make import QUANTISED
+from octofuse.ops import cpu
 
 RESULTS = Path(__file__).parent / "results" / "h200"
 SIZE = 8192  # N = K of the GPU's layer
@@ -80,7 +80,7 @@ def run(smoke: bool) -> dict[str, Any]:
         row["cpu"] = round(statistics.median(times["float32"][1:]) / statistics.median(times[name][1:]), 2)
     isa = _C.cpu_info()["isa"]
     record = {
-        "cpu": f"{cpu_name()}, {torch.get_num_threads()} threads ({isa})",
+        "cpu": f"{cpu.name()}, {torch.get_num_threads()} threads ({isa})",
         "gpu": "H200",
         "gpu_shape": f"{SIZE} x {SIZE}",
         "perplexity": round(base, 3),

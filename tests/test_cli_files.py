@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import octofuse
 from helpers import command
 from octofuse.assets import EMBEDDED
 from octofuse.cli.schemes import WHAT, measured
@@ -109,11 +110,19 @@ def test_more_tokens_than_the_context() -> None:
     assert "new-tokens: expected at most 510, what 2 tokens of prompt leave of" in refusal(*words)
 
 
-def test_interrupted(tmp_path: Path) -> None:
-    code = """
+@pytest.mark.parametrize("turned", ["raise", "raise ImportError('Could not import module') from"])
+def test_interrupted(turned: str, tmp_path: Path) -> None:
+    """Also where a library turns the interrupt into an error of its own."""
+    code = f"""
+import os, signal, time
 import octofuse.cli.quantize as quantize
 from octofuse.cli import main
-def interrupt(*_, **__): raise KeyboardInterrupt
+def interrupt(*_, **__):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+    except BaseException as error:
+        {turned} error
 quantize.save = interrupt
 main()
 """
@@ -122,6 +131,11 @@ main()
     assert done.returncode == 130
     assert done.stderr == "octofuse: interrupted; nothing written\n"
     assert not (tmp_path / "q").exists()
+
+
+def test_version() -> None:
+    code, out, _ = command("--version")
+    assert (code, out) == (0, f"octofuse {octofuse.__version__}\n")
 
 
 def test_schemes() -> None:
@@ -143,5 +157,6 @@ def test_the_written_folder_says_how_to_load_it(tmp_path: Path) -> None:
     new = tmp_path / "q"
     assert command("quantize", "embedded", "-o", str(new), "--device", "cpu")[0] == 0
     assert "octofuse.models" in (new / "README.md").read_text()
+    assert len({path.stat().st_mode for path in new.iterdir()}) == 1
     settings = json.loads((new / "config.json").read_text())["quantization_config"]
     assert "octofuse.models.load" in settings["how_to_load"]

@@ -61,7 +61,7 @@ def describe_cpu() -> dict[str, Any]:
     reasons |= {"onednn": cpu.why_not_onednn(), "reference": ""}
     return {
         "device": "cpu",
-        "name": platform.processor() or platform.machine(),
+        "name": cpu.name(),
         "isa": found["isa"],
         "threads": found["threads"],
         "engines": reasons,

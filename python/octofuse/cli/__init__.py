@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from octofuse import __version__
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="int8 models that are really faster.")
 layouts_app = typer.Typer(no_args_is_help=True, help="The memory layouts of int8 GEMMs.")
@@ -22,6 +26,21 @@ def main() -> None:
     app()
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"octofuse {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and end")
+    ] = False,
+) -> None:
+    """int8 models that are really faster."""
+
+
 @app.command()
 def demo(
     device: Device = "auto",
@@ -32,9 +51,9 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="two schemes, fewer tokens, no texts")] = False,
 ) -> None:
     """Quantise the embedded GPT-2 some ways and compare it with the original: accuracy, size, speed, text."""
-    from octofuse.cli.demo import run_demo
-
     with _plain_errors():
+        from octofuse.cli.demo import run_demo
+
         run_demo(console, device, new_tokens, evaluation_tokens, schemes, plot, quick)
 
 
@@ -67,9 +86,9 @@ def quantize(
     device: Device = "auto",
 ) -> None:
     """Quantise a model and write it, with its tokenizer, to a folder."""
-    from octofuse.cli.quantize import run_quantize
-
     with _plain_errors():
+        from octofuse.cli.quantize import run_quantize
+
         run_quantize(console, model, output, scheme, exceptions or [], calibration, distill, codes, tokenizer, device)
 
 
@@ -91,9 +110,9 @@ def generate(
     device: Device = "auto",
 ) -> None:
     """Continue a prompt."""
-    from octofuse.cli.common import generate_text, load_any, pick_device
-
     with _plain_errors():
+        from octofuse.cli.common import generate_text, load_any, pick_device
+
         loaded, tokenizer = load_any(model, pick_device(device))
         console.print(
             generate_text(loaded, tokenizer, prompt, new_tokens, temperature, seed), markup=False, highlight=False
@@ -113,9 +132,9 @@ def evaluate(
     device: Device = "auto",
 ) -> None:
     """Perplexity on a text, and what quantisation costs beside the model that it was made of."""
-    from octofuse.cli.evaluate import run_evaluate
-
     with _plain_errors():
+        from octofuse.cli.evaluate import run_evaluate
+
         run_evaluate(console, model, against, text, max_tokens, stride, plot, device)
 
 
@@ -134,9 +153,9 @@ def mixtures(
     device: Device = "auto",
 ) -> None:
     """Mixed precision: perplexity and size of every pair of schemes for attention and feed-forward."""
-    from octofuse.cli.frontier import run_frontier
-
     with _plain_errors():
+        from octofuse.cli.frontier import run_frontier
+
         run_frontier(console, model, schemes, text, calibration, max_tokens, stride, plot, device)
 
 
@@ -149,9 +168,9 @@ def tune(
     device: Device = "auto",
 ) -> None:
     """Measure the kernels on this GPU and remember the fastest for each shape."""
-    from octofuse.cli.tune import run_tune
-
     with _plain_errors():
+        from octofuse.cli.tune import run_tune
+
         run_tune(console, model, shape or [], tokens, out, device)
 
 
@@ -163,10 +182,10 @@ def show_layout(
     out: Annotated[Path | None, typer.Option(help="write a picture (.png or .svg) instead of a table")] = None,
 ) -> None:
     """Where each element of a small matrix lies in memory."""
-    from octofuse.layouts import layout_named
-    from octofuse.layouts.picture import draw, terminal_table
-
     with _plain_errors():
+        from octofuse.layouts import layout_named
+        from octofuse.layouts.picture import draw, terminal_table
+
         layout = layout_named(name)
         if out is None:
             piped = Console(width=6 * (cols + 1))  # a file has no edge to wrap at
@@ -184,9 +203,9 @@ def layout_support(
     device: Annotated[str, typer.Option(help="cuda, cuda:1, ...")] = "cuda",
 ) -> None:
     """Which combinations of layouts cuBLASLt multiplies on a device, asked of the library itself."""
-    from octofuse.cli.layouts import print_support
-
     with _plain_errors():
+        from octofuse.cli.layouts import print_support
+
         print_support(console, shape, device)
 
 
@@ -209,13 +228,25 @@ def doctor(
 
 
 class _plain_errors:
-    """A user's mistake ends in one line on stderr and exit code 1, not in a traceback."""
+    """A user's mistake or Ctrl-C ends in one line on stderr, not in a traceback.
+
+    Libraries turn a KeyboardInterrupt into errors of their own, so the signal is remembered.
+    """
 
     def __enter__(self) -> None:
-        return None
+        self.interrupted = False
+        self.before = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._interrupt)
+
+    def _interrupt(self, number: int, frame: object) -> None:
+        self.interrupted = True
+        raise KeyboardInterrupt
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if kind is KeyboardInterrupt:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self.before)
+        if kind is KeyboardInterrupt or (kind is not None and self.interrupted):
             print("octofuse: interrupted; nothing written", file=sys.stderr)
             raise typer.Exit(130) from None
         if kind is not None and issubclass(kind, (ValueError, TypeError, OSError, ImportError)):

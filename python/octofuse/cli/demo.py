@@ -40,11 +40,11 @@ PROMPT = "def read_config(path):\n    "
 COLUMNS = {  # and their heads: all of them fit 80 characters
     "perplexity": "per-\nplexity",
     "weights, MB": "all,\nMB",
-    "linears, MB": "linears,\nMB",
+    "linears, MB": "lin.,\nMB",
     "tokens/s": "tokens\n/s",
     "spread": "+-\n%",
     "first token, ms": "first,\nms",
-    "inter-token, ms": "inter-\ntoken, ms",
+    "inter-token, ms": "next,\nms",
     "tokens/s, transformers": "transf.\ntokens/s",
 }
 # The recipe of the first published int8 GPT-2, the two that this library recommends, and two with fewer bits.

@@ -60,6 +60,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> None:
         (partial / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
         (partial / "README.md").write_text(_README.format(scheme=quantization["scheme"], weights=WEIGHTS))
         save_file(_unique_tensors(model), partial / WEIGHTS, metadata={"format": "pt"})
+        shutil.copymode(partial / "config.json", partial / WEIGHTS)  # save_file lets nobody but its owner read it
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         partial.chmod(0o755)

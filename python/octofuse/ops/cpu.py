@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
+import platform
 import weakref
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -38,6 +40,17 @@ def why_not_onednn() -> str:
             if not torch.equal(_onednn_product(left, _pack(right)), reference.accumulate(left, right).float()):
                 return "its int8 product is not exact on this CPU"
     return ""
+
+
+def name() -> str:
+    """This machine's processor, as it calls itself."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
 
 
 def isa() -> str:
