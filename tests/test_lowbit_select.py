@@ -76,7 +76,7 @@ def test_engines_by_name() -> None:
     ):
         select(m=2, bits=2, engine="gemv_binary")
     with pytest.raises(
-        ValueError, match=r"engine: expected one of 'auto', 'gemv_binary', .*'dequantized', got 'cutlass'"
+        ValueError, match=r"engine: expected one of 'auto', 'cpu', 'gemv_binary', .*'dequantized', got 'cutlass'"
     ):
         select(engine="cutlass")
 
