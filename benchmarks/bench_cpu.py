@@ -1,7 +1,7 @@
-"""Decoding and prompts on this machine's CPU: octofuse beside fp32, torch's own dynamic int8, and llama.cpp.
+"""Decoding and prompts on this machine's CPU: octofuse beside fp32 and torch's own dynamic int8.
 
 All models of a size take turns, so that a busy machine meets them alike; each number is a median. The embedded GPT-2 and
-one of GPT-2's own size with random weights, batch 1. llama.cpp is measured if `llama_cpp` and `gguf` can be imported.
+one of GPT-2's own size with random weights, batch 1. llama.cpp: bench_llama_cpp.py.
 
 As on a CPU with AVX2 alone: OCTOFUSE_CPU_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
 ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/run.py cpu

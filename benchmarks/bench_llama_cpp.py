@@ -7,9 +7,7 @@ head too, so octofuse's models here do as well. Models take turns; medians.
 from __future__ import annotations
 
 import copy
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,11 @@ import numpy as np
 import torch
 
 import octofuse
-from bench_cpu import gpt2
+from bench_cpu import LONG, NEW, PROMPT, ROUNDS, gpt2, turns
 from octofuse import _C
 from octofuse.models import quantize_
 from octofuse.ops import cpu
 
-PROMPT, NEW, LONG = 8, 32, 128  # tokens
 SCHEMES = {"octofuse int8": "w8a8-dynamic", "octofuse 4 bits": "w4a16-g32"}
 
 
@@ -108,15 +105,9 @@ def run(smoke: bool) -> dict[str, Any]:
             path = Path(folder) / f"{name}.gguf"
             write_gguf(model, path, gguf.GGMLQuantizationType[name])
             engines[f"llama.cpp {name.lower()}"] = llama_calls(path, short, long)
-        times: dict[tuple[str, str], list[float]] = {(n, call): [] for n, calls in engines.items() for call in calls}
-        for _ in range(3 if smoke else 10):
-            for name, calls in engines.items():
-                for call, run_it in calls.items():
-                    began = time.perf_counter()
-                    run_it()
-                    times[name, call].append(time.perf_counter() - began)
-    rows = []
-    for name in engines:
-        new, prompt = (statistics.median(times[name, call][1:]) for call in ("new tokens", "prompt"))
-        rows.append({"engine": name, "tokens/s": NEW / new, "prompt ms": prompt * 1e3})
+        found = turns(engines, 2 if smoke else ROUNDS)
+    rows = [
+        {"engine": name, "tokens/s": NEW / times["new tokens"], "prompt ms": times["prompt"] * 1e3}
+        for name, times in found.items()
+    ]
     return {"cpu": cpu.name(), "isa": _C.cpu_info()["isa"], "threads": torch.get_num_threads(), "rows": rows}

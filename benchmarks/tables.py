@@ -191,9 +191,10 @@ def tests() -> str:
 
 def versions() -> str:
     found = result("h200/gemm")
+    ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in ("tests", "gemm", "gpt2", "lowbit")]
     return (
-        f"One H200, torch {found['torch']}, driver {found['driver']}, cuBLASLt {found['cublaslt']}, kernels of `cpp/` "
-        f"{found['cpp'][:8]}; the test suite ran on {result('h200/tests')['cpp'][:8]}."
+        f"One H200, torch {found['torch']}, driver {found['driver']}, cuBLASLt {found['cublaslt']}. `cpp/` was, for "
+        f"each of them: {', '.join(ran)}."
     )
 
 

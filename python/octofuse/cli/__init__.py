@@ -14,7 +14,7 @@ from rich.console import Console
 
 from octofuse import __version__
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="int8 models that are really faster.")
+app = typer.Typer(add_completion=False, no_args_is_help=True)
 layouts_app = typer.Typer(no_args_is_help=True, help="The memory layouts of int8 GEMMs.")
 app.add_typer(layouts_app, name="layout")
 console = Console()

@@ -72,8 +72,6 @@ def load_float(model: str, device: torch.device, *, with_tokenizer: bool = True)
         raise ValueError(f"model: expected a floating-point model, got {name}, which octofuse has quantised already")
     if with_tokenizer:
         expect_tokenizer(name)
-    if not Path(name).exists():
-        print(f"{name}: no such folder here, so the Hugging Face hub is asked", file=sys.stderr)
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval().requires_grad_(False)
     return loaded, load_tokenizer(name) if with_tokenizer else None
