@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.functional import linear
 
 import octofuse
 from octofuse.nn import PackedLinear, quantised_layer
+from octofuse.ops._calls import AttendCall
 from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
 from octofuse.quant import bcq, grid, scheme_named, sparse
 from octofuse.quant.packing import pack, pack_pairs
@@ -157,10 +159,34 @@ def ids(batch: int = 2, length: int = 9) -> torch.Tensor:
     return torch.randint(0, 97, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
+def attend_call(
+    qkv: torch.Tensor,
+    queries: int,
+    cache: tuple[torch.Tensor, ...],
+    positions: torch.Tensor | None,
+    scratch: tuple[torch.Tensor, torch.Tensor],
+    scale: Any = None,
+    **given: Any,
+) -> AttendCall:
+    """qkv [M, (H + 2 * P) * D] and a cache [B, P, C, D] of keys, values and, in 8 bits, their scales."""
+    pairs, size = cache[0].shape[1], cache[0].shape[3]
+    q, k, v = (t.unflatten(1, (-1, size)) for t in qkv.split([queries * size, pairs * size, pairs * size], 1))
+    usual = {
+        "key_scales": None, "value_scales": None, "rotary": None, "query_norm": None, "key_norm": None, "eps": 1e-6,
+        "scaling": size**-0.5, "window": 0, "softcap": 0.0,
+    }  # fmt: skip
+    named = dict(zip(("keys", "values", "key_scales", "value_scales"), cache, strict=False))
+    partials, arrivals = scratch
+    return AttendCall(
+        q=q, k=k, v=v, **usual | named | given, positions=positions, partials=partials, arrivals=arrivals,
+        out_scale=scale,
+    )  # fmt: skip
+
+
 def by_transformers(model: nn.Module, prompt: list[int], count: int) -> list[int]:
     """Greedy, one token at a time over the whole sequence, without a cache."""
     tokens = list(prompt)
-    device = model.transformer.wte.weight.device  # type: ignore[union-attr]
+    device = model.get_input_embeddings().weight.device  # type: ignore[operator]
     with torch.no_grad():
         for _ in range(count):
             tokens.append(int(model(torch.tensor([tokens], device=device)).logits[0, -1].argmax()))

@@ -16,8 +16,9 @@ import sys
 import torch
 
 import octofuse
-from helpers import FLOATS, Weight, engines, operands, served
+from helpers import FLOATS, Weight, attend_call, engines, operands, served
 from octofuse import _C, layouts, reference
+from octofuse.engine.cache import new_codes
 from octofuse.layouts import COL32, LAYOUTS, ROW, from_layout, interleaved, to_layout
 from octofuse.ops import decode
 from octofuse.ops._calls import LowbitCall
@@ -145,14 +146,21 @@ def decode_cases() -> int:
                     assert torch.equal(got.cpu(), want), (m, n, k, norm.get("norm"), scale)
                     count += 1
     positions = torch.tensor([0, 130, 299])
-    for dtype, heads, size in ((torch.float16, 3, 64), (torch.bfloat16, 2, 40), (torch.float16, 2, 128)):
-        cache = torch.randn(2, 3, heads, 300, size).to(dtype).cuda()
-        qkv = torch.randn(3, 3 * heads * size).to(dtype).cuda()
-        partials, _ = decode.attend_scratch(3, heads, size, 300, cache.device)
-        scratch = (partials, torch.zeros(3 * heads, dtype=torch.int32).cuda())
-        out = decode.attend(qkv, cache[0], cache[1], positions.cuda(), *scratch)
-        q = decode.attend(qkv, cache[0], cache[1], positions.cuda(), *scratch, 0.02)
+    for dtype, queries, pairs, size, kind in (
+        (torch.float16, 3, 3, 64, None), (torch.bfloat16, 4, 2, 40, None), (torch.float16, 2, 2, 128, "int8"),
+        (torch.bfloat16, 9, 1, 96, "fp8"), (torch.float16, 4, 1, 256, "int8"),
+    ):  # fmt: skip
+        codes, scales = new_codes((2, 3, pairs, 300, size), kind, torch.zeros(1, dtype=dtype).cuda())
+        cache = (*codes, *(() if scales is None else scales))
+        qkv = torch.randn(3, (queries + 2 * pairs) * size).to(dtype).cuda()
+        partials, counters = decode.attend_scratch(3, queries, pairs, size, 300, qkv.device)
+        scratch = (partials, torch.zeros(counters.numel(), dtype=torch.int32).cuda())
+        extra = {"rotary": torch.randn(300, 16).cuda(), "query_norm": torch.ones(size).cuda(), "window": 140}
+        decode.append(attend_call(qkv.repeat(7, 1), queries, cache, None, scratch, **extra))
+        out = decode.attend(attend_call(qkv, queries, cache, positions.cuda(), scratch, **extra))
+        q = decode.attend(attend_call(qkv, queries, cache, positions.cuda(), scratch, 0.02, **extra))
         assert torch.equal(q.cpu(), reference.quantize(out.cpu(), 0.02))
+        heads = queries
         table = torch.randn(304, heads * size).to(dtype)  # logits then come back in one piece, by no kernel of torch
         x = decode.embed(positions.cuda(), positions.cuda(), table.cuda(), table.cuda())
         assert torch.equal(x.cpu(), table[positions] + table[positions])

@@ -13,7 +13,7 @@ ROOT = Path(octofuse.__file__).parent
 REPOSITORY = Path(__file__).resolve().parents[1]
 CPP = REPOSITORY / "cpp"
 
-# cli -> models -> nn -> ops -> _C, layouts -> ops; quant is pure mathematics, for all.
+# cli -> generate -> engine -> models -> nn -> ops -> _C, layouts -> ops; quant is pure mathematics, for all.
 PYTHON = {
     "reference": set(),
     "testing": {"_C"},  # timing.environment records the build
@@ -22,8 +22,8 @@ PYTHON = {
     "layouts": {"ops"},
     "nn": {"ops", "quant"},
     "models": {"nn", "ops", "quant"},
-    "sampling": set(),
-    "generate": {"models", "ops", "sampling"},
+    "engine": {"models", "nn", "ops"},
+    "generate": {"engine", "models", "ops"},
     "assets": set(),
     "doctor": {"_C", "ops", "reference"},
     "cli": {"_C", "assets", "doctor", "generate", "layouts", "models", "nn", "ops", "quant"},

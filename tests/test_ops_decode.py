@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 import octofuse
-from helpers import DEVICES, int8
+from helpers import DEVICES, attend_call, int8
 from octofuse.ops import decode
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -124,66 +122,6 @@ def test_quantized_linear_refuses_by_name() -> None:
             octofuse.quantized_linear(*arguments, **given)
 
 
-def attended(qkv: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
-    """One sequence in double precision: [H, D]; keys and values [H, C, D] hold the new token already."""
-    heads, _, size = keys.shape
-    q = qkv[: heads * size].view(heads, 1, size).double()
-    scores = (q @ keys[:, : position + 1].double().transpose(1, 2)) / math.sqrt(size)
-    return (scores.softmax(-1) @ values[:, : position + 1].double()).view(heads, size)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("heads", "size"), [(12, 64), (25, 64), (3, 8), (2, 40), (4, 80), (5, 128)])
-def test_attention(dtype: torch.dtype, heads: int, size: int) -> None:
-    """Any position: the first, the ends of splits, the last of the cache; in a batch, alone, and in a larger cache."""
-    g = torch.Generator().manual_seed(heads * size)
-    capacity = 600
-    positions = torch.tensor([0, 1, 5, 63, 127, 128, 129, 255, 256, 400, 511, 599])
-    batch = len(positions)
-    cache = torch.randn(2, batch, heads, capacity, size, generator=g).to(dtype)
-    qkv = (torch.randn(batch, 3 * heads * size, generator=g) * 1.5).to(dtype)
-    want_cache = cache.clone()
-    new = qkv.view(batch, 3, heads, size)
-    for i, position in enumerate(positions.tolist()):
-        want_cache[:, i, :, position] = new[i, 1:]
-    device_cache = cache.cuda()
-    scratch = decode.attend_scratch(batch, heads, size, capacity, device_cache.device)
-    got = decode.attend(qkv.cuda(), device_cache[0], device_cache[1], positions.cuda(), *scratch)
-    assert torch.equal(device_cache.cpu(), want_cache), "exactly the new keys and values were written"
-    assert not scratch[1].any(), "ready for the next call"
-    for i, position in enumerate(positions.tolist()):
-        want = attended(qkv[i], want_cache[0, i], want_cache[1, i], position)
-        error = (got[i].view(heads, size).cpu().double() - want).abs().max()
-        assert error < (2e-3 if dtype == torch.float16 else 1.6e-2) * float(want.abs().max()), (position, float(error))
-    scale = torch.tensor(0.02, device="cuda")
-    q = decode.attend(qkv.cuda(), device_cache[0], device_cache[1], positions.cuda(), *scratch, scale)
-    assert torch.equal(q, octofuse.quantize_per_tensor(got, scale))
-    for i in range(batch):  # alone, and in a cache of another capacity: the same bits
-        larger = pad(cache[:, i : i + 1], (0, 0, 0, 424)).cuda()
-        alone = decode.attend(
-            qkv[i : i + 1].cuda(), larger[0], larger[1], positions[i : i + 1].cuda(),
-            *decode.attend_scratch(1, heads, size, 1024, larger.device),
-        )  # fmt: skip
-        assert torch.equal(alone[0], got[i]), int(positions[i])
-
-
-@pytest.mark.gpu
-def test_attention_outside_of_the_cache() -> None:
-    """A position that the cache does not have writes nothing, and the next call finds everything as it should be."""
-    heads, size, capacity = 3, 64, 192
-    cache = torch.randn(2, 4, heads, capacity, size, device="cuda").half()
-    before, qkv = cache.clone(), torch.randn(4, 3 * heads * size, device="cuda").half()
-    scratch = decode.attend_scratch(4, heads, size, capacity, cache.device)
-    decode.attend(qkv, cache[0], cache[1], torch.tensor([192, 255, -1, 1 << 40], device="cuda"), *scratch)
-    assert torch.equal(cache, before)
-    assert not scratch[1].any()
-    inside = torch.tensor([191, 0, 130, 5], device="cuda")
-    got = decode.attend(qkv, cache[0], cache[1], inside, *scratch)
-    fresh = decode.attend_scratch(4, heads, size, capacity, cache.device)
-    assert torch.equal(got, decode.attend(qkv, cache[0], cache[1], inside, *fresh))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 def test_embed_and_argmax(dtype: torch.dtype) -> None:
@@ -192,6 +130,8 @@ def test_embed_and_argmax(dtype: torch.dtype) -> None:
     ids, positions = torch.tensor([0, 96, 5, 5]), torch.tensor([0, 32, 7, 8])
     got = decode.embed(ids.cuda(), positions.cuda(), of_tokens.cuda(), of_positions.cuda())
     assert torch.equal(got.cpu(), of_tokens[ids] + of_positions[positions])
+    got = decode.embed(ids.cuda(), positions.cuda(), of_tokens.cuda(), None, 1.5)
+    assert torch.equal(got.cpu(), of_tokens[ids] * 1.5)
     for vocabulary, ld in ((1, 1), (7, 7), (50257, 50257), (50257, 50264), (1000, 1001), (8192, 8192)):
         logits = torch.randn(5, ld, generator=g).to(dtype)[:, :vocabulary]
         logits[1] = 0.25  # all alike: the first
@@ -250,24 +190,8 @@ def test_a_wrong_norm_is_refused_by_its_own_name() -> None:
 
 
 @pytest.mark.gpu
-def test_wrong_tensors_are_refused_before_a_launch() -> None:
-    cache = torch.zeros(2, 2, 3, 40, 16, dtype=torch.float16, device="cuda")
-    qkv = torch.zeros(2, 144, dtype=torch.float16, device="cuda")
+def test_wrong_tables_are_refused_before_a_launch() -> None:
     positions = torch.zeros(2, dtype=torch.int64, device="cuda")
-    scratch = decode.attend_scratch(2, 3, 16, 40, cache.device)
-    for arguments, error, message in (
-        ((qkv.float(), *cache, positions), TypeError, "qkv: expected dtype"),
-        ((qkv[:, 1:], *cache, positions), ValueError, r"qkv: expected a contiguous tensor of shape \[2, 144\]"),
-        ((qkv.cpu(), *cache, positions), ValueError, "qkv: expected a tensor on cuda"),
-        ((qkv, cache[0], cache[1].cpu(), positions), ValueError, "values: expected"),
-        ((qkv, cache[0], cache[1][:1], positions), ValueError, "values: expected a contiguous tensor"),
-        ((qkv, *cache, positions.int()), TypeError, "positions: expected dtype int64"),
-        ((qkv, *cache, positions[:1]), ValueError, r"positions: expected a contiguous tensor of shape \[2\]"),
-    ):
-        with pytest.raises(error, match=message):
-            decode.attend(*arguments, *scratch)
-    with pytest.raises(ValueError, match="partials: expected a contiguous tensor"):
-        decode.attend(qkv, *cache, positions, scratch[0][1:], scratch[1])
     tokens = torch.zeros(9, 12, dtype=torch.float16, device="cuda")
     with pytest.raises(ValueError, match=r"token_embeddings: expected \[vocabulary, width\], width a multiple of 8"):
         decode.embed(positions, positions, tokens, tokens)
@@ -289,7 +213,7 @@ def test_a_captured_chain_keeps_its_bits(m: int, width: int, static: bool) -> No
         for (qkv, projection, fc, out), (keys, values) in zip(blocks, cache, strict=True):
             first = {"norm": "layer_norm", "norm_weight": qkv[3], "norm_bias": qkv[4], "constant_weight": True}
             y = octofuse.quantized_linear(x, *qkv[:3], x_scale=scale, **first)
-            y = decode.attend(y, keys, values, positions, *scratch, scale)
+            y = decode.attend(attend_call(y, heads, (keys, values), positions, scratch, scale))
             if static:
                 w, w_scale, bias = projection[:3]
                 x = octofuse.i8f16_linear(y, w, scale, w_scale, bias, residual=x, constant_weight=True)
@@ -305,7 +229,7 @@ def test_a_captured_chain_keeps_its_bits(m: int, width: int, static: bool) -> No
     def state() -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         cache = torch.zeros(depth, 2, m, heads, capacity, size, dtype=torch.float16, device="cuda")
         positions = torch.arange(m, device="cuda")
-        return cache, positions, decode.attend_scratch(m, heads, size, capacity, cache.device)
+        return cache, positions, decode.attend_scratch(m, heads, heads, size, capacity, cache.device)
 
     plain, captured = state(), state()
     graph = torch.cuda.CUDAGraph()

@@ -93,87 +93,190 @@ void expect_aligned(const TensorView& tensor) {
   refuse<ValueError>(tensor.name, "data that starts at a multiple of 16 bytes", "a view into the middle of a tensor");
 }
 
-// qkv [B, 3 * H * D], keys and values [B, H, C, D], positions [B] -> [B, H * D] in qkv's dtype, or int8 by `scale`.
-// partials: fp32, attend_partials() of them; arrivals: int32 [B * H], zero.
-py::object attend_op(py::handle qkv_object, py::handle keys_object, py::handle values_object,
-                     py::handle positions_object, py::handle partials_object, py::handle arrivals_object,
-                     py::handle scale) {
-  const TensorView qkv(qkv_object, "qkv");
-  const TensorView keys(keys_object, "keys");
-  const TensorView values(values_object, "values");
-  expect_half(qkv);
+// [tokens, heads, size], dense in the last dimension.
+HeadView parse_heads(const TensorView& tensor, const std::vector<int64_t>& shape, const TensorView& reference) {
+  expect_dtype(tensor, {reference.dtype});
+  expect_same_device(tensor, reference);
+  if (shape_of(tensor) != shape || tensor.stride(2) != 1) {
+    refuse<ValueError>(tensor.name, "shape " + text_of(shape) + ", dense in the last dimension", tensor.shape_text());
+  }
+  return {tensor.data(), tensor.stride(0), tensor.stride(1)};
+}
+
+float* parse_scales(py::handle object, const char* name, bool wanted, const TensorView& codes) {
+  if (!wanted) {
+    if (!object.is_none()) refuse<ValueError>(name, "None beside a cache in floating point", "a tensor");
+    return nullptr;
+  }
+  if (object.is_none()) refuse<ValueError>(name, "fp32 scales beside a cache in 8 bits", "None");
+  const TensorView scales(object, name);
+  expect_dtype(scales, {DType::kFloat32});
+  expect_tensor(scales, {codes.size(0), codes.size(1), codes.size(2)}, codes);
+  return scales.data<float>();
+}
+
+void parse_cache(const AttendFields& f, const TensorView& q, const TensorView& keys, HeadsArgs& args) {
   if (keys.ndim() != 4) refuse<ValueError>("keys", "[B, heads, capacity, head size]", "shape " + keys.shape_text());
-  const int64_t batch = keys.size(0);
-  const int64_t heads = keys.size(1);
   const int64_t size = keys.size(3);
   if (size < 8 || size > kMaxHeadSize || size % 8 != 0) {
-    refuse<ValueError>("keys", "a head size of 8 to 128, a multiple of 8", "shape " + keys.shape_text());
+    refuse<ValueError>("keys", "a head size of 8 to 256, a multiple of 8", "shape " + keys.shape_text());
   }
-  if (keys.size(2) < 1) refuse<ValueError>("keys", "room for one position at least", "shape " + keys.shape_text());
-  expect_dtype(keys, {qkv.dtype});
-  expect_dtype(values, {qkv.dtype});
-  expect_tensor(keys, shape_of(keys), qkv);
-  expect_tensor(values, shape_of(keys), qkv);
-  expect_tensor(qkv, {batch, 3 * heads * size}, qkv);
-  for (const TensorView* tensor : {&qkv, &keys, &values}) expect_aligned(*tensor);
-  const TensorView positions(positions_object, "positions");
-  const TensorView partials(partials_object, "partials");
-  const TensorView arrivals(arrivals_object, "arrivals");
-  AttendArgs args;
-  args.positions = expect_int64(positions, {batch}, qkv);
-  expect_dtype(partials, {DType::kFloat32});
-  expect_dtype(arrivals, {DType::kInt32});
-  expect_tensor(partials, {attend_partials(batch, heads, size, keys.size(2))}, qkv);
-  expect_tensor(arrivals, {batch * heads}, qkv);
-  args.batch = static_cast<int>(batch);
-  args.heads = static_cast<int>(heads);
-  args.head_size = static_cast<int>(size);
+  if (keys.size(2) < 1 || keys.size(1) < 1) {
+    refuse<ValueError>("keys", "a head and room for one position at least", "shape " + keys.shape_text());
+  }
+  const bool is_uint8 = keys.dl.dtype.code == kDLUInt && keys.dl.dtype.bits == 8;
+  args.cache = is_uint8 ? CacheType::kFloat8 : keys.dtype == DType::kInt8 ? CacheType::kInt8 : CacheType::kFloat;
+  if (args.cache == CacheType::kFloat) expect_dtype(keys, {q.dtype, DType::kInt8});
+  const TensorView values(f.values, "values");
+  if (values.dtype != keys.dtype || values.dl.dtype.code != keys.dl.dtype.code) {
+    refuse<TypeError>("values", "dtype " + keys.dtype_text() + " like keys", values.dtype_text());
+  }
+  for (const TensorView* tensor : {&keys, &values}) {
+    expect_tensor(*tensor, shape_of(keys), q);
+    expect_aligned(*tensor);
+  }
+  args.batch = static_cast<int>(keys.size(0));
+  args.pairs = static_cast<int>(keys.size(1));
   args.capacity = static_cast<int>(keys.size(2));
-  args.type = args.out_type = qkv.dtype;
-  args.qkv = qkv.data();
-  args.ldqkv = 3 * heads * size;
+  args.head_size = static_cast<int>(size);
   args.keys = keys.data();
   args.values = values.data();
+  const bool scaled = args.cache != CacheType::kFloat;
+  args.key_scales = parse_scales(f.key_scales, "key_scales", scaled, keys);
+  args.value_scales = parse_scales(f.value_scales, "value_scales", scaled, keys);
+}
+
+const void* parse_head_norm(py::handle object, const char* name, const TensorView& q, HeadsArgs& args) {
+  if (object.is_none()) return nullptr;
+  const TensorView weight(object, name);
+  expect_dtype(weight, {DType::kFloat32, q.dtype});
+  expect_tensor(weight, {args.head_size}, q);
+  if (args.query_norm != nullptr && weight.dtype != args.norm_type) {
+    refuse<TypeError>(name, std::string("dtype ") + name_of(args.norm_type) + " like query_norm", weight.dtype_text());
+  }
+  args.norm_type = weight.dtype;
+  return weight.data();
+}
+
+// What append() and attend() share. q [M, H, D], k and v [M, P, D], keys and values [B, P, C, D].
+HeadsArgs parse_heads_call(const AttendFields& f, const TensorView& q) {
+  expect_half(q);
+  if (q.ndim() != 3) refuse<ValueError>("q", "[M, heads, head size]", "shape " + q.shape_text());
+  const TensorView keys(f.keys, "keys");
+  HeadsArgs args;
+  args.type = q.dtype;
+  parse_cache(f, q, keys, args);
+  args.queries = static_cast<int>(q.size(1));
+  if (args.queries % args.pairs != 0) {
+    refuse<ValueError>("q", "a multiple of the cache's " + std::to_string(args.pairs) + " heads", q.shape_text());
+  }
+  args.q = parse_heads(q, {q.size(0), q.size(1), args.head_size}, q);
+  args.k = parse_heads(TensorView(f.k, "k"), {q.size(0), args.pairs, args.head_size}, q);
+  args.v = parse_heads(TensorView(f.v, "v"), {q.size(0), args.pairs, args.head_size}, q);
+  if (!f.rotary.is_none()) {
+    const TensorView table(f.rotary, "rotary");
+    expect_dtype(table, {DType::kFloat32});
+    if (table.ndim() != 2 || table.size(0) < args.capacity || table.size(1) % 2 != 0 ||
+        table.size(1) > args.head_size) {
+      refuse<ValueError>("rotary", "[at least capacity, an even number of channels up to the head size]",
+                         "shape " + table.shape_text());
+    }
+    expect_tensor(table, shape_of(table), q);
+    args.rotary = static_cast<int>(table.size(1));
+    args.rotary_table = table.data<const float>();
+  }
+  args.query_norm = parse_head_norm(f.query_norm, "query_norm", q, args);
+  args.key_norm = parse_head_norm(f.key_norm, "key_norm", q, args);
+  args.eps = f.eps.cast<float>();
+  return args;
+}
+
+void append_op(const py::tuple& fields) {
+  const AttendFields f(fields);
+  const TensorView q(f.q, "q");
+  HeadsArgs args = parse_heads_call(f, q);
+  if (args.batch == 0 || q.size(0) % args.batch != 0 || q.size(0) / args.batch > args.capacity) {
+    refuse<ValueError>("q", "as many tokens, up to the cache's capacity, of each of its sequences", q.shape_text());
+  }
+  args.tokens = static_cast<int>(q.size(0) / args.batch);
+  append(args, q.device(), TensorFactory(q.dl.device).current_stream());
+}
+
+// -> [B, H * D] in q's dtype, or int8 by out_scale. positions [B]; partials and arrivals: attend_scratch() of them,
+// fp32, and int32 that are zero.
+py::object attend_op(const py::tuple& fields) {
+  const AttendFields f(fields);
+  const TensorView q(f.q, "q");
+  AttendArgs args;
+  args.heads = parse_heads_call(f, q);
+  const HeadsArgs& heads = args.heads;
+  if (q.size(0) != heads.batch) {
+    refuse<ValueError>("q", "a token of each of the cache's " + std::to_string(heads.batch) + " sequences",
+                       q.shape_text());
+  }
+  args.scaling = f.scaling.cast<float>();
+  args.softcap = f.softcap.cast<float>();
+  args.window = f.window.cast<int>();
+  if (args.window < 0) refuse<ValueError>("window", "at least 0", std::to_string(args.window));
+  args.positions = expect_int64(TensorView(f.positions, "positions"), {heads.batch}, q);
+  const AttendScratch scratch =
+      attend_scratch(heads.batch, heads.queries, heads.pairs, heads.head_size, heads.capacity);
+  const TensorView partials(f.partials, "partials");
+  const TensorView arrivals(f.arrivals, "arrivals");
+  expect_dtype(partials, {DType::kFloat32});
+  expect_dtype(arrivals, {DType::kInt32});
+  expect_tensor(partials, {scratch.floats}, q);
+  expect_tensor(arrivals, {scratch.counters}, q);
   args.partials = partials.data<float>();
   args.arrivals = arrivals.data<uint32_t>();
-  if (!scale.is_none()) {
-    args.scale = parse_scale(scale, "scale", -1, qkv);
+  args.out_type = q.dtype;
+  if (!f.out_scale.is_none()) {
+    args.scale = parse_scale(f.out_scale, "out_scale", -1, q);
     args.out_type = DType::kInt8;
   }
-  const TensorFactory factory(qkv.dl.device);
-  py::object result = factory.make({batch, heads * size}, args.out_type, &args.out);
-  attend(args, qkv.device(), factory.current_stream());
+  const TensorFactory factory(q.dl.device);
+  py::object result = factory.make({heads.batch, int64_t{heads.queries} * heads.head_size}, args.out_type, &args.out);
+  attend(args, q.device(), factory.current_stream());
   return result;
 }
 
-// ids, positions [B]; token_embeddings [V, W], position_embeddings [P, W] -> their sum for each token, [B, W].
+py::tuple attend_scratch_op(int64_t batch, int64_t queries, int64_t pairs, int64_t head_size, int64_t capacity) {
+  const AttendScratch scratch = attend_scratch(batch, queries, pairs, head_size, capacity);
+  return py::make_tuple(scratch.floats, scratch.counters);
+}
+
+// ids, positions [B]; token_embeddings [V, W] times multiplier, and position_embeddings [P, W] or None -> their sum for
+// each token, [B, W].
 py::object embed_op(py::handle ids_object, py::handle positions_object, py::handle token_embeddings,
-                    py::handle position_embeddings) {
+                    py::handle position_embeddings, float multiplier) {
   const TensorView table(token_embeddings, "token_embeddings");
-  const TensorView of_positions(position_embeddings, "position_embeddings");
   expect_half(table);
   if (table.ndim() != 2 || table.size(1) % 8 != 0) {
     refuse<ValueError>(table.name, "[vocabulary, width], width a multiple of 8", "shape " + table.shape_text());
   }
-  if (of_positions.ndim() != 2) {
-    refuse<ValueError>(of_positions.name, "[P, width]", "shape " + of_positions.shape_text());
-  }
-  expect_dtype(of_positions, {table.dtype});
   expect_tensor(table, shape_of(table), table);
-  expect_tensor(of_positions, {of_positions.size(0), table.size(1)}, table);
   expect_aligned(table);
-  expect_aligned(of_positions);
+  EmbedArgs args;
+  if (!position_embeddings.is_none()) {
+    const TensorView of_positions(position_embeddings, "position_embeddings");
+    if (of_positions.ndim() != 2) {
+      refuse<ValueError>(of_positions.name, "[P, width]", "shape " + of_positions.shape_text());
+    }
+    expect_dtype(of_positions, {table.dtype});
+    expect_tensor(of_positions, {of_positions.size(0), table.size(1)}, table);
+    expect_aligned(of_positions);
+    args.position_embeddings = of_positions.data();
+  }
   const TensorView ids(ids_object, "ids");
   const TensorView positions(positions_object, "positions");
   const int64_t batch = ids.numel();
-  EmbedArgs args;
   args.ids = expect_int64(ids, {batch}, table);
   args.positions = expect_int64(positions, {batch}, table);
   args.batch = static_cast<int>(batch);
   args.width = static_cast<int>(table.size(1));
   args.type = table.dtype;
   args.token_embeddings = table.data();
-  args.position_embeddings = of_positions.data();
+  args.multiplier = multiplier;
   const TensorFactory factory(table.dl.device);
   py::object result = factory.make({batch, table.size(1)}, table.dtype, &args.out);
   embed(args, table.device(), factory.current_stream());
@@ -236,12 +339,12 @@ void argmax_op(py::handle logits_object, py::handle ids_object, py::handle histo
 
 void bind_decode(py::module_& module) {
   module.def("quantized_linear", &quantized_linear, py::arg("call"));
-  module.def("attend", &attend_op, py::arg("qkv"), py::arg("keys"), py::arg("values"), py::arg("positions"),
-             py::arg("partials"), py::arg("arrivals"), py::arg("scale"));
-  module.def("attend_partials", &attend_partials, py::arg("batch"), py::arg("heads"), py::arg("head_size"),
-             py::arg("capacity"));
+  module.def("append", &append_op, py::arg("call"));
+  module.def("attend", &attend_op, py::arg("call"));
+  module.def("attend_scratch", &attend_scratch_op, py::arg("batch"), py::arg("queries"), py::arg("pairs"),
+             py::arg("head_size"), py::arg("capacity"));
   module.def("embed", &embed_op, py::arg("ids"), py::arg("positions"), py::arg("token_embeddings"),
-             py::arg("position_embeddings"));
+             py::arg("position_embeddings"), py::arg("multiplier"));
   module.def("argmax", &argmax_op, py::arg("logits"), py::arg("ids"), py::arg("history"), py::arg("counts"),
              py::arg("positions"), py::arg("advance"));
   module.def("takes_logits", &takes_logits, py::arg("k"), py::arg("device"));

@@ -191,6 +191,7 @@ void bind_gemm(py::module_& module) {
     fields["LowbitCall"] = LowbitFields::names();
     fields["RowsCall"] = RowsFields::names();
     fields["Col32Call"] = Col32Fields::names();
+    fields["AttendCall"] = AttendFields::names();
     return fields;
   });
   module.def("activations", [] {

@@ -32,6 +32,10 @@ namespace py = pybind11;
 #define OCTOFUSE_COL32_FIELDS(X) \
   X(x) X(w) X(sizes) X(x_scale) X(w_scale) X(bias) X(activation) X(residual) \
   X(out_dtype) X(out_scale) X(out_layout) X(size)
+
+#define OCTOFUSE_ATTEND_FIELDS(X) \
+  X(q) X(k) X(v) X(keys) X(values) X(key_scales) X(value_scales) X(rotary) X(query_norm) X(key_norm) X(eps) \
+  X(scaling) X(window) X(softcap) X(positions) X(partials) X(arrivals) X(out_scale)
 // clang-format on
 
 #define OCTOFUSE_ONE(name) +1
@@ -62,6 +66,7 @@ OCTOFUSE_CALL(RowLinearFields, OCTOFUSE_ROW_LINEAR_FIELDS)
 OCTOFUSE_CALL(LowbitFields, OCTOFUSE_LOWBIT_FIELDS)
 OCTOFUSE_CALL(RowsFields, OCTOFUSE_ROWS_FIELDS)
 OCTOFUSE_CALL(Col32Fields, OCTOFUSE_COL32_FIELDS)
+OCTOFUSE_CALL(AttendFields, OCTOFUSE_ATTEND_FIELDS)
 
 #undef OCTOFUSE_CALL
 #undef OCTOFUSE_NAME

@@ -1,6 +1,6 @@
 """Text generation with a static KV cache: on a GPU one CUDA graph for a prompt and one for every token after it.
 
-    generator = octofuse.Generator(model)  # a GPT-2 that quantize_ has changed, or a floating-point one
+    generator = octofuse.Generator(model)  # a transformers model that quantize_ has changed, or a floating-point one
     new_tokens = generator([[15496, 11], [464]], 30)  # a list for each prompt
 
 `octofuse.generate(model, prompts, 30)` keeps a Generator for each model.
@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octofuse.models import gpt2
-from octofuse.models.decoder import Decoder
+from octofuse.engine import Decoder, Draws, Sampling
+from octofuse.models.architecture import decodes
 from octofuse.ops import cpu, decode
-from octofuse.sampling import Draws, Sampling
 
 KEPT = 4  # sessions of a generator, and prompt lengths of a session, whose graphs are kept
 CAPACITY_STEP = 64  # positions of a session's cache are a multiple of this: one serves many lengths
@@ -141,19 +140,35 @@ class Session:
 class Generator:
     """Generates with one model; its graphs are made when they are first needed and kept.
 
-    model: a transformers GPT2LMHeadModel in eval mode, in floating point or after `quantize_`. Its weights are read here:
-    make a new Generator after changing them. Not for use by several threads at once.
+    Args:
+        model: a transformers causal language model of a family that the documentation lists, in eval mode, in floating
+            point or after `quantize_`. Its weights are shared, those of linears that read the same input as views of one
+            tensor: make a new Generator after changing them.
+        cache: of keys and values: None for the model's dtype, "int8" or "fp8" (e4m3) for half its size.
+
+    Not for use by several threads at once. Raises ValueError, naming what is not as expected, for other models.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.decoder = Decoder(model)
+    def __init__(self, model: nn.Module, *, cache: str | None = None) -> None:
+        self.decoder = Decoder(model, cache)
         self.sessions: OrderedDict[Any, Session] = OrderedDict()
+
+    def __repr__(self) -> str:
+        """What it holds."""
+        decoder = self.decoder
+        kind = decoder.cache_kind or str(decoder.dtype).removeprefix("torch.")
+        caches = sum(session.cache.bytes for session in self.sessions.values())
+        return (
+            f"Generator({decoder.described}: {decoder.bytes_of_weights() / 1e6:,.1f} MB of weights; a cache in {kind} of "
+            f"{decoder.bytes_of_token() / 1e3:,.1f} kB a token, {caches / 1e6:,.1f} MB in {len(self.sessions)} sessions)"
+        )
 
     def __call__(
         self,
         prompts: Tensor | Sequence[Sequence[int] | Tensor],
         max_new_tokens: int,
         *,
+        attention_mask: Tensor | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -165,6 +180,7 @@ class Generator:
 
         Args:
             prompts: token ids, `[B, T]` or a list of sequences of any lengths, each at least 1.
+            attention_mask: `[B, T]`, of prompts that a tokenizer has padded on either side: 0 where a token is left out.
             max_new_tokens: at least 1; prompt and new tokens together fit the model's context.
             temperature, top_k, top_p: see Sampling. Sequence i draws from its own generator, seeded with seed + i, so what
                 a prompt becomes does not depend on those beside it.
@@ -176,7 +192,7 @@ class Generator:
             TypeError, ValueError: naming the argument.
         """
         sampling = Sampling(temperature, top_k, top_p)
-        rows = _checked(prompts, max_new_tokens, self.decoder)
+        rows = _checked(_unpadded(prompts, attention_mask), max_new_tokens, self.decoder)
         stops = _checked_stops(stop_tokens, self.decoder.vocabulary)
         longest = max(map(len, rows))
         session = self._session(len(rows), longest + max_new_tokens, sampling)
@@ -238,26 +254,25 @@ def generate(
     prompts: Tensor | Sequence[Sequence[int] | Tensor],
     max_new_tokens: int,
     *,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop_tokens: Iterable[int] = (),
-    seed: int = 0,
-    on_token: OnToken | None = None,
+    cache: str | None = None,
+    **options: Any,
 ) -> list[list[int]]:
-    """New tokens for each prompt: `Generator(model)` called with the other arguments, which are described there.
+    """New tokens for each prompt: `Generator(model, cache=cache)` called with the other arguments, described there.
 
     The Generator is kept as long as the model is, and made anew when a tensor of the model was exchanged or written to.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    versions = [0 if t.is_inference() else t._version for t in tensors]
+    tensors, versions = _state_of(model)
     known = _generators.get(model)
-    if known is None or [*map(id, known[0])] != [*map(id, tensors)] or known[1] != versions:
-        known = _generators[model] = (tensors, versions, Generator(model))
-    return known[2](
-        prompts, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, stop_tokens=stop_tokens, seed=seed,
-        on_token=on_token,
-    )  # fmt: skip
+    unchanged = known is not None and [*map(id, known[0])] == [*map(id, tensors)] and known[1] == versions
+    if known is None or not unchanged or known[2].decoder.cache_kind != cache:
+        generator = Generator(model, cache=cache)
+        known = _generators[model] = (*_state_of(model), generator)  # its making exchanges some tensors for views
+    return known[2](prompts, max_new_tokens, **options)
+
+
+def _state_of(model: nn.Module) -> tuple[list[Tensor], list[int]]:
+    tensors = [*model.parameters(), *model.buffers()]
+    return tensors, [0 if t.is_inference() else t._version for t in tensors]
 
 
 def own_text(model: nn.Module, batches: Iterable[Tensor], count: int, *, seed: int = 0) -> list[Tensor]:
@@ -274,7 +289,7 @@ def own_text(model: nn.Module, batches: Iterable[Tensor], count: int, *, seed: i
         raise ValueError(f"batches, count: expected [B, T] with T > {START} and at least 1, got {shape} and {count}")
     rows, width = given[0].shape
     source = torch.cat([batch.flatten() for batch in given]).cpu()
-    write = Generator(model) if gpt2.matches(model) else partial(_sampled, model)
+    write = Generator(model) if decodes(model) else partial(_sampled, model)
     firsts = torch.randint(0, source.numel() - START, (count * rows,), generator=torch.Generator().manual_seed(seed))
     starts = [source[at : at + START].tolist() for at in firsts.tolist()]
     found: list[list[int]] = []
@@ -308,6 +323,18 @@ def _until(tokens: list[int], stops: frozenset[int]) -> list[int]:
         if token in stops:
             return tokens[: index + 1]
     return tokens
+
+
+def _unpadded(prompts: Any, attention_mask: Tensor | None) -> Any:
+    """The rows of prompts [B, T] without what a tokenizer has padded them with."""
+    if attention_mask is None:
+        return prompts
+    if not isinstance(prompts, Tensor) or attention_mask.shape != prompts.shape:
+        got = list(prompts.shape) if isinstance(prompts, Tensor) else type(prompts).__name__
+        raise ValueError(
+            f"attention_mask: expected the shape of prompts [B, T], got {list(attention_mask.shape)} beside {got}"
+        )
+    return [row[kept] for row, kept in zip(prompts, attention_mask.to(prompts.device).bool(), strict=True)]
 
 
 def _checked(

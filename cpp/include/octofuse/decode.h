@@ -8,50 +8,85 @@
 
 namespace octofuse {
 
-// Positions of a sequence that one block reads: longer ones are split, at multiples of this alone, and the splits'
-// softmaxes are combined in order. So a result depends on the sequence's own length, never on the batch or the cache's
-// capacity.
-constexpr int kAttendSplit = 128;
+// How the cache has a key or a value: in the model's type, or in 8 bits with an fp32 scale for each token and head.
+enum class CacheType : int8_t { kFloat, kInt8, kFloat8 };  // kFloat8: e4m3
+
+// [tokens of all sequences, heads, head size], dense in the last; strides in elements.
+struct HeadView {
+  void* data = nullptr;
+  int64_t row = 0, head = 0;
+};
+
+// The queries, keys and values of new tokens, what is done to them, and the cache.
+//
+// Queries and keys are normalised over a head by RMS norms with these weights, if there are any, and their first
+// `rotary` channels rotated by the token's position: channel i < rotary / 2 together with channel i + rotary / 2. All
+// that is in fp32 and rounded once to `type`. Keys and values then go into the cache, quantised where it is: s = amax /
+// 127 or amax / 448, 1 for zeros, q = t * (1 / s) rounded to even.
+struct HeadsArgs {
+  int batch = 0, tokens = 1;   // tokens: of each sequence
+  int queries = 0, pairs = 0;  // heads; queries is a multiple of pairs, whose heads serve so many of them in turn
+  int head_size = 0, capacity = 0;
+  DType type = DType::kFloat16;  // fp16 or bf16
+  HeadView q, k, v;
+  int rotary = 0;                       // channels, even
+  const float* rotary_table = nullptr;  // [capacity, rotary]: cosines of a position's angles, then sines
+  const void* query_norm = nullptr;     // [head_size], of norm_type: fp32 or `type`
+  const void* key_norm = nullptr;       // likewise
+  DType norm_type = DType::kFloat32;
+  float eps = 0.0F;
+  CacheType cache = CacheType::kFloat;
+  void* keys = nullptr;           // [batch, pairs, capacity, head_size], contiguous
+  void* values = nullptr;         // likewise
+  float* key_scales = nullptr;    // [batch, pairs, capacity], with 8 bits
+  float* value_scales = nullptr;  // likewise
+};
+
+constexpr int kMaxHeadSize = 256;  // and a multiple of 8
+
+// The tokens stand at positions 0 and up: queries and keys are prepared in place, keys and values go into the cache.
+void append(const HeadsArgs& args, int device, Stream stream);
 
 // One new token of each sequence: its key and value go into the cache, and
-//   out[b, h] = sum_p softmax_p(q . keys[p] / sqrt(head_size)) * values[p],   p = 0 .. positions[b],
-// in fp32, rounded to `type`; with out_type int8 then quantised by `scale`. A position outside of the cache leaves its
-// sequence's output and cache as they were.
+//   out[b, h] = sum_p softmax_p(score(q . keys[p] * scaling)) * values[p],   p = first .. positions[b],
+// in fp32, rounded to `type`; with out_type int8 then quantised by `scale`. Weights are rounded to `type`, with a cache
+// in 8 bits to fp16, before they meet the values. A position outside of the cache leaves its sequence's output and
+// cache as they were.
 //
 // In a captured graph the cache and `positions` are read before earlier kernels have finished: what writes them must
 // come before an embed(), or before a kernel that is launched without overlap.
 struct AttendArgs {
-  int batch = 0, heads = 0, head_size = 0, capacity = 0;
-  DType type = DType::kFloat16;  // fp16 or bf16
-  const void* qkv = nullptr;     // [batch, 3 * heads * head_size], row stride ldqkv
-  int64_t ldqkv = 0;
-  void* keys = nullptr;                // [batch, heads, capacity, head_size], contiguous
-  void* values = nullptr;              // likewise
+  HeadsArgs heads;
+  float scaling = 1.0F;
+  float softcap = 0.0F;                // c of c * tanh(s / c); 0: scores stay
+  int window = 0;                      // positions that a token sees, its own included; 0: all
   const int64_t* positions = nullptr;  // [batch]: the new token's position, below capacity
-  void* out = nullptr;                 // [batch, heads * head_size], contiguous
+  void* out = nullptr;                 // [batch, queries * head_size], contiguous
   DType out_type = DType::kFloat16;
   ScaleView scale;
-  float* partials = nullptr;     // attend_partials() floats: the splits' softmaxes
+  float* partials = nullptr;     // AttendScratch's floats: the splits' softmaxes
   bool rehearses = false;        // attend() decides
-  uint32_t* arrivals = nullptr;  // [batch * heads]: splits of a head that are done; zero, and left zero
+  uint32_t* arrivals = nullptr;  // AttendScratch's counters: splits that are done; zero, and left zero
 };
 
-constexpr int kMaxHeadSize = 128;  // and a multiple of 8
-
-// Floats of scratch memory that a call needs.
-int64_t attend_partials(int64_t batch, int64_t heads, int64_t head_size, int64_t capacity);
+// Scratch memory that a call needs: floats, and 32-bit counters.
+struct AttendScratch {
+  int64_t floats, counters;
+};
+AttendScratch attend_scratch(int64_t batch, int64_t queries, int64_t pairs, int64_t head_size, int64_t capacity);
 
 void attend(const AttendArgs& args, int device, Stream stream);
 
-// out[b] = token_embeddings[ids[b]] + position_embeddings[positions[b]], rounded to `type`, fp16 or bf16.
+// out[b] = multiplier * token_embeddings[ids[b]] + position_embeddings[positions[b]], rounded to `type`, fp16 or bf16.
 struct EmbedArgs {
   int batch = 0, width = 0;  // width: a multiple of 8
   DType type = DType::kFloat16;
   const int64_t* ids = nullptr;
   const int64_t* positions = nullptr;
   const void* token_embeddings = nullptr;     // [vocabulary, width], contiguous
-  const void* position_embeddings = nullptr;  // [context, width], contiguous
-  void* out = nullptr;                        // [batch, width], contiguous
+  const void* position_embeddings = nullptr;  // [context, width], contiguous, or nullptr
+  float multiplier = 1.0F;
+  void* out = nullptr;  // [batch, width], contiguous
 };
 
 void embed(const EmbedArgs& args, int device, Stream stream);

@@ -24,14 +24,19 @@ __global__ void __launch_bounds__(kThreads) embed_kernel(const EmbedArgs args) {
   const int64_t row = blockIdx.x;
   const auto* token =
       reinterpret_cast<const Pack<T>*>(static_cast<const T*>(args.token_embeddings) + args.ids[row] * args.width);
+  const bool placed = args.position_embeddings != nullptr;
   const auto* position = reinterpret_cast<const Pack<T>*>(static_cast<const T*>(args.position_embeddings) +
-                                                          args.positions[row] * args.width);
+                                                          (placed ? args.positions[row] * args.width : 0));
   auto* out = reinterpret_cast<Pack<T>*>(static_cast<T*>(args.out) + row * args.width);
   for (int i = static_cast<int>(threadIdx.x); i < args.width / kPack; i += kThreads) {
     Pack<float> sum = rows::widen(token[i]);
-    const Pack<float> other = rows::widen(position[i]);
 #pragma unroll
-    for (int j = 0; j < kPack; ++j) sum.values[j] = __fadd_rn(sum.values[j], other.values[j]);
+    for (int j = 0; j < kPack; ++j) sum.values[j] = __fmul_rn(sum.values[j], args.multiplier);
+    if (placed) {
+      const Pack<float> other = rows::widen(position[i]);
+#pragma unroll
+      for (int j = 0; j < kPack; ++j) sum.values[j] = __fadd_rn(sum.values[j], other.values[j]);
+    }
     out[i] = rows::narrow<T>(sum);
   }
 }

@@ -34,7 +34,8 @@ void convert_layout(const ConvertArgs&, int, Stream) { absent(); }
 void convert_layout_cublaslt(const ConvertArgs&, int, Stream) { absent(); }
 int cublaslt_algorithms(const OrderedGemm&, int) { absent(); }
 void run_gemm_ordered(const OrderedGemm&, int, int, Stream, const Allocator&) { absent(); }
-int64_t attend_partials(int64_t, int64_t, int64_t, int64_t) { absent(); }
+AttendScratch attend_scratch(int64_t, int64_t, int64_t, int64_t, int64_t) { absent(); }
+void append(const HeadsArgs&, int, Stream) { absent(); }
 void attend(const AttendArgs&, int, Stream) { absent(); }
 bool takes_logits(int64_t, int) { return false; }
 void logits(const LogitsArgs&, int, Stream) { absent(); }

@@ -19,7 +19,8 @@ from octofuse import _C
 from octofuse.assets import CALIBRATION_TEXT, EVALUATION_TEXT
 from octofuse.cli.files import expect_model, expect_tokenizer, folder_of, read_text
 from octofuse.generate import generate
-from octofuse.models import fallbacks, gpt2, load, perplexity
+from octofuse.models import fallbacks, load, perplexity
+from octofuse.models.architecture import decodes
 from octofuse.models.checkpoint import is_checkpoint
 
 CALIBRATION_BATCHES = 8
@@ -188,7 +189,7 @@ def generate_text(model: Any, tokenizer: Any, prompt: str, new_tokens: int, temp
             f"context of {context}, got {new_tokens}"
         )
     end, count = tokenizer.eos_token_id, new_tokens
-    if gpt2.matches(model):
+    if decodes(model):
         stops = [] if end is None else [end]
         new = generate(model, ids, count, temperature=temperature, seed=seed, stop_tokens=stops)[0]
     else:

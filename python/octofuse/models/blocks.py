@@ -1,44 +1,52 @@
 """Blocks of transformers' decoders, one description a family: smoothing, fusing and decoding read it.
 
-Which linears read a norm, or attention's values, and nothing else does; and, of families whose blocks run fused, what the
-parts of a block are called.
+Which linears read a norm, or attention's values, and nothing else does; and, of families that the engine runs, what the
+parts of a model are called. The numbers, which a model's config has, are in `models.architecture`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from octofuse.nn import Norm, fused_layer
-from octofuse.nn.floating import Fused
 from octofuse.nn.linear import is_conv1d
-from octofuse.ops.activations import Activation
+
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATED = ("mlp.gate_proj", "mlp.up_proj")
+_OUT = ("self_attn.v_proj", "self_attn.o_proj")
 
 
 class Names(NamedTuple):
-    """The parts of a block that runs fused, by their names inside it: norm -> qkv -> attention -> projection + residual ->
-    norm -> up -> activation -> down + residual."""
+    """The parts of a decoder by their names, the first five of the model, the others inside a block:
 
-    attention_norm: str
-    qkv: str
-    projection: str
-    feed_forward_norm: str
-    up: str
-    down: str
+    norm -> qkv -> attention -> projection + residual -> norm -> up -> activation -> down + residual.
 
+    qkv: one linear, or queries, keys and values. interleaved: one linear has them head by head. up: one linear, or of a
+    gated feed-forward gates and values, which one linear (gated) may hold too, gates first. query_norm and key_norm: over
+    a head. after_attention and after_feed_forward: norms of what is added to the residual. No position_embeddings:
+    queries and keys are rotated.
+    """
 
-class Parts(NamedTuple):
-    """The same parts of one block, each linear with the verb `fused`."""
-
-    attention_norm: Norm
-    qkv: Fused
-    projection: Fused
-    feed_forward_norm: Norm
-    up: Fused
-    down: Fused
+    blocks: str = "model.layers"
+    token_embeddings: str = "model.embed_tokens"
+    position_embeddings: str | None = None
+    last_norm: str = "model.norm"
+    head: str = "lm_head"
+    attention_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = _QKV
+    interleaved: bool = False
+    query_norm: str | None = None
+    key_norm: str | None = None
+    projection: str = "self_attn.o_proj"
+    after_attention: str | None = None
+    feed_forward_norm: str = "post_attention_layernorm"
+    up: tuple[str, ...] = _GATED
+    gated: bool = True
+    down: str = "mlp.down_proj"
+    after_feed_forward: str | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,8 @@ class Block:
 
     norms: each with all that reads it. values: what makes attention's values, alone or behind queries and keys, and the
     linear that reads their sums. offset: what a norm adds to its weight. expects: the settings of the model's config
-    with which all this holds. names: of a block that runs fused.
+    with which all this holds. names: of families that the engine runs. experts: a mixture of them. scales_embeddings: by
+    the root of the model's width.
     """
 
     norms: Mapping[str, tuple[str, ...]]
@@ -55,6 +64,8 @@ class Block:
     offset: float = 0.0
     expects: Mapping[str, Any] = field(default_factory=dict)
     names: Names | None = None
+    experts: bool = False
+    scales_embeddings: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,17 +81,28 @@ class Source:
     offset: float = 0.0
 
 
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_GATED = ("mlp.gate_proj", "mlp.up_proj")
-_OUT = ("self_attn.v_proj", "self_attn.o_proj")
 _GPT2 = Block(
     {"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",)},
     ("attn.c_attn", "attn.c_proj"),
-    names=Names("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"),
+    names=Names(
+        blocks="transformer.h", token_embeddings="transformer.wte", position_embeddings="transformer.wpe",
+        last_norm="transformer.ln_f", attention_norm="ln_1", qkv=("attn.c_attn",), projection="attn.c_proj",
+        feed_forward_norm="ln_2", up=("mlp.c_fc",), gated=False, down="mlp.c_proj",
+    ),
+)  # fmt: skip
+_LLAMA = Block({"input_layernorm": _QKV, "post_attention_layernorm": _GATED}, _OUT, names=Names())
+_EXPERTS = Block({"input_layernorm": _QKV}, _OUT, experts=True)  # which read the other norm
+_GEMMA2 = Block(
+    {"input_layernorm": _QKV, "pre_feedforward_layernorm": _GATED},
+    _OUT,
+    offset=1.0,
+    scales_embeddings=True,
+    names=Names(
+        after_attention="post_attention_layernorm",
+        feed_forward_norm="pre_feedforward_layernorm",
+        after_feed_forward="post_feedforward_layernorm",
+    ),
 )
-_LLAMA = Block({"input_layernorm": _QKV, "post_attention_layernorm": _GATED}, _OUT)
-_EXPERTS = Block({"input_layernorm": _QKV}, _OUT)  # which read the other norm
-_GEMMA2 = Block({"input_layernorm": _QKV, "pre_feedforward_layernorm": _GATED}, _OUT, offset=1.0)
 
 # By config.model_type.
 BLOCKS = {
@@ -94,12 +116,35 @@ BLOCKS = {
         {"ln_1": ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.fc_in")}, ("attn.v_proj", "attn.out_proj")
     ),
     "gpt_neox": Block(
-        {"input_layernorm": ("attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)}
+        {"input_layernorm": ("attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)},
+        names=Names(
+            blocks="gpt_neox.layers",
+            token_embeddings="gpt_neox.embed_in",
+            last_norm="gpt_neox.final_layer_norm",
+            qkv=("attention.query_key_value",),
+            interleaved=True,
+            projection="attention.dense",
+            up=("mlp.dense_h_to_4h",),
+            gated=False,
+            down="mlp.dense_4h_to_h",
+        ),
     ),
     "opt": Block(
         {"self_attn_layer_norm": _QKV, "final_layer_norm": ("fc1",)},
         ("self_attn.v_proj", "self_attn.out_proj"),
         expects={"do_layer_norm_before": True},
+        names=Names(
+            blocks="model.decoder.layers",
+            token_embeddings="model.decoder.embed_tokens",
+            position_embeddings="model.decoder.embed_positions",
+            last_norm="model.decoder.final_layer_norm",
+            attention_norm="self_attn_layer_norm",
+            projection="self_attn.out_proj",
+            feed_forward_norm="final_layer_norm",
+            up=("fc1",),
+            gated=False,
+            down="fc2",
+        ),
     ),
     "bloom": Block(
         {"input_layernorm": ("self_attention.query_key_value",), "post_attention_layernorm": ("mlp.dense_h_to_4h",)},
@@ -117,12 +162,17 @@ BLOCKS = {
     "phi3": Block(
         {"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
         ("self_attn.qkv_proj", "self_attn.o_proj"),
+        names=Names(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
     ),
-    "starcoder2": Block({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.c_fc",)}, _OUT),
+    "starcoder2": Block(
+        {"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.c_fc",)},
+        _OUT,
+        names=Names(up=("mlp.c_fc",), gated=False, down="mlp.c_proj"),
+    ),
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
+    "qwen3": replace(_LLAMA, names=Names(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")),
     "granite": _LLAMA,
     "smollm3": _LLAMA,
     "stablelm": Block(_LLAMA.norms, _OUT, expects={"use_parallel_residual": False}),
@@ -131,9 +181,9 @@ BLOCKS = {
     "qwen2_moe": _EXPERTS,
     "qwen3_moe": _EXPERTS,
     "nemotron": Block({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.up_proj",)}, _OUT, offset=1.0),
-    "gemma": Block(_LLAMA.norms, _OUT, offset=1.0),
+    "gemma": replace(_LLAMA, offset=1.0, scales_embeddings=True),
     "gemma2": _GEMMA2,
-    "gemma3_text": _GEMMA2,
+    "gemma3_text": replace(_GEMMA2, names=None),  # which rotates local blocks by other angles
 }
 
 
@@ -150,42 +200,6 @@ def block_of(model: nn.Module) -> Block:
         if (got := getattr(config, name, usual)) != usual:
             raise ValueError(f"scheme: smoothing expects {kind} models with {name}={usual}, got {got}")
     return BLOCKS[kind]
-
-
-def parts_of(block: nn.Module, names: Names, *, transposes: bool = False) -> Parts:
-    """The parts of a block; transposes: see `nn.FloatingLinear`."""
-
-    def part(name: str) -> Any:  # get_submodule takes twice as long, and fused blocks ask at every call
-        found: Any = block
-        for step in name.split("."):
-            found = getattr(found, step)
-        return found
-
-    def linear(name: str) -> Fused:
-        return fused_layer(part(name), transposes=transposes)
-
-    def norm(name: str) -> Norm:
-        return Norm.of(part(name))
-
-    return Parts(
-        norm(names.attention_norm), linear(names.qkv), linear(names.projection),
-        norm(names.feed_forward_norm), linear(names.up), linear(names.down),
-    )  # fmt: skip
-
-
-def attended(parts: Parts, x: Tensor, attend: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
-    """x + projection(attention(norm(x))), x `[..., width]`.
-
-    attend(qkv, scale) -> `[..., heads * head size]`; it may quantise by the scale, if there is one.
-    """
-    qkv = parts.qkv.fused(x, norm=parts.attention_norm)
-    return parts.projection.fused(attend(qkv, parts.projection.input_scale), residual=x)
-
-
-def fed_forward(parts: Parts, x: Tensor, activation: Activation) -> Tensor:
-    """x + down(activation(up(norm(x)))). Between up and down activations are int8 where down has a static scale."""
-    hidden = parts.up.fused(x, norm=parts.feed_forward_norm, activation=activation, out_scale=parts.down.input_scale)
-    return parts.down.fused(hidden, residual=x)
 
 
 def normed(model: nn.Module) -> list[Source]:

@@ -14,11 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from octofuse.models.blocks import BLOCKS, Names, Parts, attended, fed_forward, parts_of
-from octofuse.models.gpt2 import ACTIVATIONS, check_decoder
+from octofuse.models.architecture import Architecture, architecture_of
+from octofuse.models.parts import Parts, attended, fed_forward, parts_of
 from octofuse.nn import QUANTISED
-
-_NAMES: Names = BLOCKS["gpt2"].names  # type: ignore[assignment]
 
 
 def fuse_(model: nn.Module) -> nn.Module:
@@ -28,7 +26,9 @@ def fuse_(model: nn.Module) -> nn.Module:
     norms and quantised linears run by their tensors, so hooks on them are not. Training code paths are refused by name when
     they are reached. Raises ValueError for other models, for one that is not quantised, and for one in training.
     """
-    check_decoder(model)
+    if getattr(getattr(model, "config", None), "model_type", None) != "gpt2" or not hasattr(model, "lm_head"):
+        raise ValueError(f"model: expected a transformers GPT2LMHeadModel, got {type(model).__name__}")
+    architecture = architecture_of(model)
     if not any(isinstance(module, QUANTISED) for module in model.modules()):
         raise ValueError("model: expected a model that quantize_ has changed, got one without quantised layers")
     for block in _blocks(model):
@@ -36,6 +36,7 @@ def fuse_(model: nn.Module) -> nn.Module:
             if not _is_fused(module):
                 base: Any = type(module)
                 module.__class__ = _fused_class(base, forward)
+        block.octofuse_architecture = architecture
     return model
 
 
@@ -45,6 +46,7 @@ def unfuse_(model: nn.Module) -> nn.Module:
         for module in (block, block.attn):
             if _is_fused(module):
                 module.__class__ = type(module).__mro__[1]
+        vars(block).pop("octofuse_architecture", None)
     return model
 
 
@@ -77,10 +79,11 @@ def _block_forward(
         raise ValueError("model: expected eval mode, got training; fused blocks have no backward (unfuse_)")
     if encoder_hidden_states is not None:
         raise ValueError("encoder_hidden_states: expected None, got a tensor; fused blocks have no cross-attention")
-    parts = parts_of(self, _NAMES)
+    architecture: Architecture = self.octofuse_architecture
+    parts = parts_of(self, architecture)
     # By the attention's own module, so that hooks on it (those that keep attention's weights, for one) are called.
     x, _ = self.attn(hidden_states, past_key_values, attention_mask, parts=parts, **kwargs)
-    return fed_forward(parts, x, ACTIVATIONS[self.attn.config.activation_function])
+    return fed_forward(parts, x, x, architecture)
 
 
 def _attention_forward(
@@ -99,7 +102,8 @@ def _attention_forward(
     home = sys.modules[type(self).__mro__[1].__module__]
     kept: list[Tensor | None] = []
 
-    def attend(qkv: Tensor, scale: Tensor | None) -> Tensor:
+    def attend(outputs: tuple[Tensor, ...], scale: Tensor | None) -> Tensor:
+        (qkv,) = outputs
         by_head = qkv.view(*qkv.shape[:-1], 3, self.num_heads, self.head_dim).unbind(-3)
         query, key, value = (one.transpose(1, 2) for one in by_head)
         if past_key_values is not None:

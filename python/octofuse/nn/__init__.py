@@ -2,6 +2,7 @@
 
 from octofuse.nn.find import linear_layers, output_heads, replace_module
 from octofuse.nn.floating import FloatingLinear, fused_layer
+from octofuse.nn.joined import joined
 from octofuse.nn.linear import Int8Linear
 from octofuse.nn.make import QUANTISED, empty_layer, quantised_layer
 from octofuse.nn.norm import Norm
@@ -18,6 +19,7 @@ __all__ = [
     "WeightOnlyLinear",
     "empty_layer",
     "fused_layer",
+    "joined",
     "linear_layers",
     "output_heads",
     "quantised_layer",

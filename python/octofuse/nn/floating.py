@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from octofuse.nn.linear import Int8Linear, weight_of
-from octofuse.nn.norm import Norm, check_is_norm
+from octofuse.nn.norm import Norm, in_floating_point
 from octofuse.nn.weight_only import PackedLinear
 from octofuse.ops import quantize_per_tensor
 from octofuse.ops.activations import Activation, activation_named
@@ -25,16 +25,18 @@ class FloatingLinear:
 
     def __init__(self, layer: nn.Module, *, transposes: bool = False) -> None:
         self.multiply: Callable[[Tensor], Tensor] = layer
+        bias: Tensor | None = getattr(layer, "bias", None)
+        self.bias = None if bias is None else bias.detach()
         if transposes:
-            bias = getattr(layer, "bias", None)
             self.weight = weight_of(layer).contiguous()
-            self.multiply = partial(linear, weight=self.weight, bias=None if bias is None else bias.detach())
+            self.multiply = partial(linear, weight=self.weight, bias=self.bias)
 
     def fused(
         self,
         x: Tensor,
         *,
         norm: Norm | None = None,
+        gate: Activation | None = None,
         activation: Activation | None = None,
         residual: Tensor | None = None,
         out_scale: Tensor | None = None,
@@ -44,6 +46,8 @@ class FloatingLinear:
         Args:
             x: `[..., K]` in the layer's dtype.
             norm: in front.
+            gate: an activation of the first half of x, `[..., 2K]`, that multiplies the other half: `gated_activation` in
+                front, for which there is no norm.
             activation: None, "relu", "gelu", "gelu_tanh" or "silu".
             residual: floating point `[..., N]`.
             out_scale: fp32 `[]`: int8 output, for a layer that has it as its input_scale.
@@ -57,8 +61,7 @@ class FloatingLinear:
         activate = activation_named(activation)
         if not x.is_floating_point():
             raise TypeError(f"x: expected floating point, got dtype {x.dtype}")
-        check_is_norm(norm)
-        y = activate(self.multiply(x if norm is None else norm(x)))
+        y = activate(self.multiply(in_floating_point(x, norm, gate)))
         if residual is not None:
             if residual.shape != y.shape:
                 raise ValueError(f"residual: expected shape {list(y.shape)}, got {list(residual.shape)}")

@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from octofuse.nn.norm import Norm, in_front
-from octofuse.ops import i8f16_linear, quantize_per_tensor, quantize_per_token, quantized_linear
+from octofuse.nn.norm import Norm, check_one_in_front, in_front
+from octofuse.ops import (
+    gated_activation_quantize,
+    i8f16_linear,
+    quantize_per_tensor,
+    quantize_per_token,
+    quantized_linear,
+)
+from octofuse.ops._calls import Scale
 from octofuse.ops.activations import Activation
 from octofuse.quant.affine import Scheme, quantize_weight, tensor_scale
 
@@ -93,6 +100,7 @@ class Int8Linear(nn.Module):
         x: Tensor,
         *,
         norm: Norm | None = None,
+        gate: Activation | None = None,
         activation: Activation | None = None,
         residual: Tensor | None = None,
         out_scale: Tensor | None = None,
@@ -103,6 +111,8 @@ class Int8Linear(nn.Module):
             x: floating point `[..., K]`, dense in K; or int8, which the layer before has written with this one's
                 input_scale.
             norm: in front.
+            gate: an activation of the first half of x, `[..., 2K]`, that multiplies the other half: `gated_activation` in
+                front, for which there is no norm.
             activation: None, "relu", "gelu", "gelu_tanh" or "silu"; the layer's own, and its engine, belong to forward().
             residual: floating point `[..., N]`.
             out_scale: fp32 `[]`: int8 output, for a layer that has it as its input_scale.
@@ -117,10 +127,13 @@ class Int8Linear(nn.Module):
         if out_dtype == torch.int8:
             like = residual if residual is not None else self.bias
             out_dtype = torch.float16 if like is None else like.dtype
+        scale: Scale | None = self.input_scale
+        if gate is not None:
+            check_one_in_front(norm, gate)
+            x, scale = gated_activation_quantize(x, gate, scale=scale)
         return quantized_linear(
-            x, self.weight, self.weight_scale, self.bias, x_scale=self.input_scale, activation=activation,
-            residual=residual, out_dtype=out_dtype, out_scale=out_scale, constant_weight=True,
-            **in_front(norm),
+            x, self.weight, self.weight_scale, self.bias, x_scale=scale, activation=activation, residual=residual,
+            out_dtype=out_dtype, out_scale=out_scale, constant_weight=True, **in_front(norm),
         )  # fmt: skip
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from octofuse import ops
+from octofuse.ops.activations import Activation
 
 
 class Norm(NamedTuple):
@@ -19,16 +20,24 @@ class Norm(NamedTuple):
     eps: float
 
     @classmethod
-    def of(cls, module: nn.Module) -> Norm:
-        """The tensors of an nn.LayerNorm or nn.RMSNorm over one dimension, shared. Raises TypeError for other modules."""
-        shape = getattr(module, "normalized_shape", ())
-        if not isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or len(shape) != 1:
-            raise TypeError(f"module: expected nn.LayerNorm or nn.RMSNorm over the last dimension, got {module}")
-        weight, bias = module.weight, getattr(module, "bias", None)
-        eps = module.eps
+    def of(cls, module: nn.Module, offset: float = 0.0) -> Norm:
+        """The tensors of a norm over the last dimension, shared: nn.LayerNorm, nn.RMSNorm, or one of transformers' RMSNorms.
+
+        offset: what the module adds to its weight; the sum is then a copy in fp32. Raises TypeError for other modules.
+        """
+        transformers_own = type(module).__name__.endswith("RMSNorm") and isinstance(module.weight, Tensor)
+        rms = isinstance(module, nn.RMSNorm) or transformers_own
+        layer = isinstance(module, nn.LayerNorm)
+        if not (rms or layer) or len(getattr(module, "normalized_shape", (0,))) != 1:
+            raise TypeError(f"module: expected nn.LayerNorm or an RMSNorm over the last dimension, got {module}")
+        weight: Any = module.weight
+        bias: Any = getattr(module, "bias", None)
+        if offset != 0.0:
+            weight = weight.detach().float() + offset
+        eps: Any = getattr(module, "variance_epsilon", None) or module.eps
         if eps is None:  # as torch has it
             eps = torch.finfo(torch.float32 if weight is None else weight.dtype).eps
-        kind = "layer_norm" if isinstance(module, nn.LayerNorm) else "rms_norm"
+        kind = "layer_norm" if layer else "rms_norm"
         return cls(kind, None if weight is None else weight.detach(), None if bias is None else bias.detach(), eps)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -51,6 +60,20 @@ def check_is_norm(norm: Norm | None) -> None:
     """Raises TypeError for anything but a Norm and None."""
     if norm is not None and not isinstance(norm, Norm):
         raise TypeError(f"norm: expected octofuse.nn.Norm or None, got {type(norm).__name__}")
+
+
+def check_one_in_front(norm: Norm | None, gate: str | None) -> None:
+    if norm is not None and gate is not None:
+        raise ValueError(f"gate: expected None beside a norm, got {gate!r}")
+
+
+def in_floating_point(x: Tensor, norm: Norm | None, gate: Activation | None) -> Tensor:
+    """What stands in front of a linear, as an op of its own."""
+    check_is_norm(norm)
+    check_one_in_front(norm, gate)
+    if gate is not None:
+        return ops.gated_activation(x, gate)
+    return x if norm is None else norm(x)
 
 
 def in_front(norm: Norm | None) -> dict[str, Any]:

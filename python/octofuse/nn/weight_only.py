@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.nn.linear import weight_of
-from octofuse.nn.norm import Norm, in_front
+from octofuse.nn.norm import Norm, in_floating_point, in_front
 from octofuse.ops.activations import Activation
 from octofuse.ops.lowbit import bcq_linear, dequantize_lowbit, sparse12_linear, woq_linear
 from octofuse.quant import WeightOnly, bcq, gptq, grid, sparse
@@ -94,6 +94,7 @@ class PackedLinear(nn.Module):
         x: Tensor,
         *,
         norm: Norm | None = None,
+        gate: Activation | None = None,
         activation: Activation | None = None,
         residual: Tensor | None = None,
         out_scale: Tensor | None = None,
@@ -103,6 +104,8 @@ class PackedLinear(nn.Module):
         Args:
             x: floating point `[..., K]`.
             norm: in front.
+            gate: an activation of the first half of x, `[..., 2K]`, that multiplies the other half: `gated_activation` in
+                front, for which there is no norm.
             activation: None, "relu", "gelu", "gelu_tanh" or "silu".
             residual: floating point `[..., N]`.
             out_scale: fp32 `[]`: int8 output, for a layer that has it as its input_scale.
@@ -113,6 +116,8 @@ class PackedLinear(nn.Module):
         Raises:
             TypeError, ValueError: naming the argument.
         """
+        if gate is not None:
+            x, norm = in_floating_point(x, norm, gate), None
         # The packing knows K only up to a multiple of 128.
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"x: expected shape [..., {self.in_features}], got {list(x.shape)}")

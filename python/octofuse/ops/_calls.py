@@ -93,6 +93,29 @@ class RowsCall(NamedTuple):
     scale: Scale | None
 
 
+class AttendCall(NamedTuple):
+    """`ops.decode.attend`, and `append`, which does not read what follows softcap; the fields are described there."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    value_scales: Tensor | None
+    rotary: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    eps: float
+    scaling: float
+    window: int
+    softcap: float
+    positions: Tensor | None
+    partials: Tensor
+    arrivals: Tensor
+    out_scale: Scale | None
+
+
 class Col32Call(NamedTuple):
     """`ops.layouts.linear_col32`; sizes: M, N, K; size: elements of the output."""
 
@@ -139,6 +162,7 @@ CALLS: dict[str, Any] = {
     "lowbit_linear": LowbitCall,
     "rows": RowsCall,
     "linear_col32": Col32Call,
+    "attend": AttendCall,
 }
 
 # (field, annotation as it is written) of each; NamedTuple keeps annotations as forward references. Listed here because

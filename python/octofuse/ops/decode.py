@@ -1,6 +1,6 @@
 """What a decoding step calls: linears that quantise their own input, and kernels for embedding, attention and argmax.
 
-`quantized_linear` is public. The others serve `models.decoder` on a GPU that `serves()` and `takes_logits()`
+`quantized_linear` is public. The others serve `octofuse.engine` on a GPU that `serves()` and `takes_logits()`
 name; there is no CPU version.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octofuse import _C
 from octofuse.ops import gemm, rows
-from octofuse.ops._calls import LinearCall, RowLinearCall, Scale, run
+from octofuse.ops._calls import AttendCall, LinearCall, RowLinearCall, Scale, run
 from octofuse.ops.activations import Activation
 
 
@@ -86,43 +86,59 @@ def _by_parts(call: RowLinearCall) -> Tensor:
 
 
 def serves(device: torch.device, dtype: torch.dtype, head_size: int, width: int) -> bool:
-    """Whether `attend`, `embed` and `argmax` take such a model."""
+    """Whether `attend`, `append`, `embed` and `argmax` take such a model."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or width % 8 != 0:
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 0) and head_size % 8 == 0 and head_size <= 128
+    return torch.cuda.get_device_capability(device) >= (8, 0) and head_size % 8 == 0 and head_size <= 256
 
 
 def attend_scratch(
-    batch: int, heads: int, head_size: int, capacity: int, device: torch.device
+    batch: int, queries: int, pairs: int, head_size: int, capacity: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The last two arguments of `attend`, for every call on such a cache; calls that share them must not overlap."""
-    partials = torch.empty(_C.attend_partials(batch, heads, head_size, capacity), device=device)
-    return partials, torch.zeros(batch * heads, dtype=torch.int32, device=device)
+    """partials and arrivals of an AttendCall, for every call on such a cache; calls that share them must not overlap."""
+    floats, counters = _C.attend_scratch(batch, queries, pairs, head_size, capacity)
+    return torch.empty(floats, device=device), torch.zeros(counters, dtype=torch.int32, device=device)
 
 
-def attend(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    partials: Tensor,
-    arrivals: Tensor,
-    scale: Scale | None = None,
-) -> Tensor:
-    """One new token of each sequence: its key and value go into the cache, and it attends to all up to itself.
+def append(call: AttendCall) -> None:
+    """Prompts: keys and values of B sequences of T tokens each go into the cache at positions 0 to T - 1.
 
-    qkv fp16 or bf16 `[B, 3 * H * D]`, keys and values `[B, H, C, D]` in its dtype, positions int64 `[B]`, each below C ->
-    `[B, H * D]` in qkv's dtype, or with `scale` int8: quantised as `quantize_per_tensor` does. Sequences are split every
-    128 positions and put together in order, so neither B nor C changes a bit. In a captured graph the cache and `positions`
-    are read before earlier kernels have finished: what writes them must come before an `embed` or a kernel of another
-    library, which nothing overtakes.
+    Queries and keys `[B * T, heads, D]` are normalised and rotated in their place; the cache gets the result. Fields, here
+    and in `attend`, fp16 or bf16 where nothing else is said:
+
+    q `[M, H, D]`, k and v `[M, P, D]`, H a multiple of P: views into one tensor are fine, dense in D.
+    keys, values `[B, P, C, D]`: like q, or int8 or uint8 (float8_e4m3fn) with key_scales and value_scales, fp32 `[B, P, C]`:
+        then a token's D values share a scale, their largest magnitude / 127 or / 448.
+    rotary: fp32 `[at least C, R]`: cosines and sines of each position's R / 2 angles; channel i < R / 2 turns with
+        channel i + R / 2. None: nothing is rotated. query_norm, key_norm: fp32, or like q, `[D]`: weights of RMS norms
+        with eps in front of that.
+    scaling: of scores; window: positions that a token sees, its own included, 0: all; softcap: c of c * tanh(s / c),
+        0: none.
     """
-    return _C.attend(qkv, keys, values, positions, partials, arrivals, scale)
+    _C.append(call)
 
 
-def embed(ids: Tensor, positions: Tensor, token_embeddings: Tensor, position_embeddings: Tensor) -> Tensor:
-    """ids, positions int64 `[B]` -> token_embeddings[ids] + position_embeddings[positions], `[B, width]`, fp16 or bf16."""
-    return _C.embed(ids, positions, token_embeddings, position_embeddings)
+def attend(call: AttendCall) -> Tensor:
+    """One new token of each sequence: its key and value go into the cache, and it attends to all that it sees.
+
+    Fields as in `append`, and positions int64 `[B]`, each below C -> `[B, H * D]` like q, or with out_scale int8: quantised
+    as `quantize_per_tensor` does. A long sequence is split by its own length and put together in order, so neither B nor C
+    changes a bit. In a captured graph the cache and `positions` are read before earlier kernels have finished: what writes
+    them must come before an `embed` or a kernel of another library, which nothing overtakes.
+    """
+    return _C.attend(call)
+
+
+def embed(
+    ids: Tensor,
+    positions: Tensor,
+    token_embeddings: Tensor,
+    position_embeddings: Tensor | None,
+    multiplier: float = 1.0,
+) -> Tensor:
+    """ids, positions int64 `[B]` -> multiplier * token_embeddings[ids] + position_embeddings[positions] (None: without),
+    `[B, width]`, fp16 or bf16, rounded once."""
+    return _C.embed(ids, positions, token_embeddings, position_embeddings, multiplier)
 
 
 def takes_logits(device: torch.device, dtype: torch.dtype, width: int) -> bool:

@@ -1,0 +1,314 @@
+// A block of attention: which positions of which heads it reads, and what it does with them before and after its
+// products.
+#pragma once
+
+#include "decode/tile.cuh"
+
+namespace octofuse::decode {
+
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kPass = kWarps * kTile;
+constexpr int kSplit = 128;      // positions, of shorter sequences
+constexpr int kMostSplits = 64;  // longer ones have longer splits
+constexpr float kLog2e = 1.44269504088896341F;
+
+// Positions of a split, by the sequence's own length alone.
+__host__ __device__ inline int split_of(int newest) {
+  int split = kSplit;
+  while (newest / split >= kMostSplits) split *= 2;
+  return split;
+}
+
+// The highest score, the weights' sum, and one channel's weighted sum.
+struct Partial {
+  float highest, weight, value;
+};
+
+// The softmax over the positions of `count` partial ones, at most kMost, of which of(i) is the i-th. They are added up
+// in this order whatever the thread that asks.
+template <int kMost, class Of>
+__device__ Partial combine(int count, Of of) {
+  Partial partials[kMost];
+  Partial all{-INFINITY, 0.0F, 0.0F};
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    partials[i] = i < count ? of(i) : Partial{-INFINITY, 0.0F, 0.0F};
+    all.highest = fmaxf(all.highest, partials[i].highest);
+  }
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    const float factor = rescale(partials[i].highest, all.highest);
+    all.value = fmaf(factor, partials[i].value, all.value);
+    all.weight = fmaf(factor, partials[i].weight, all.weight);
+  }
+  return all;
+}
+
+// What a block works on.
+struct Work {
+  int sequence, head, heads, pair;  // head: the first of `heads` query heads
+  int first, newest;                // positions that the token sees
+  int begin, end;                   // of these, the split's
+  int split, splits;                // of those that hold any
+  int64_t row;                      // of position 0 in the cache
+
+  __device__ Work(const AttendArgs& args, int64_t position) {
+    const int group = args.heads.queries / args.heads.pairs;
+    const int blocks = (group + kMostHeads - 1) / kMostHeads;
+    const int block = static_cast<int>(blockIdx.y) % blocks;
+    sequence = static_cast<int>(blockIdx.z);
+    pair = static_cast<int>(blockIdx.y) / blocks;
+    head = pair * group + block * kMostHeads;
+    heads = min(kMostHeads, group - block * kMostHeads);
+    newest = static_cast<int>(position);
+    first = args.window > 0 ? max(0, newest + 1 - args.window) : 0;
+    const int length = split_of(newest);
+    begin = static_cast<int>(blockIdx.x) * length;
+    end = min(begin + length, newest + 1);
+    split = static_cast<int>(blockIdx.x) - first / length;
+    splits = newest / length - first / length + 1;
+    row = (static_cast<int64_t>(sequence) * args.heads.pairs + pair) * args.heads.capacity;
+    begin = max(begin, first / kTile * kTile);
+  }
+  __device__ bool is_none() const { return split < 0 || begin > newest; }
+  __device__ bool appends() const { return end == newest + 1; }
+};
+
+template <class T, CacheType kCache, int kBlocks>
+struct Shared {
+  using M = Operand<T, kCache>;
+  static constexpr int kChannels = kBlocks * kBlockChannels;
+  alignas(16) M queries[kMostHeads][Tile<T, kCache, kBlocks>::kPitch];
+  alignas(16) Stored<T, kCache> pair[2][kChannels];  // the new key and value
+  float scales[2];                                   // theirs
+  float factors[kMostHeads];                         // of the queries
+  float table[kChannels];                            // the new position's cosines and sines
+  float norms[2][kChannels];
+  float scratch[kWarps][kChannels];
+  float highest[kWarps][kMostHeads];
+  float weight[kWarps][kMostHeads];
+};
+
+template <class T, CacheType kCache, int kBlocks>
+class Block {
+  using M = Operand<T, kCache>;
+  using Element = Stored<T, kCache>;
+  using Memory = Shared<T, kCache, kBlocks>;
+  static constexpr int kMostRows = (kMostHeads + 2 + kWarps - 1) / kWarps;  // heads that a warp prepares
+
+ public:
+  // values: [warp, head, value_pitch()] in shared memory.
+  __device__ Block(const AttendArgs& args, const Work& work, Memory& memory, float* values)
+      : args_(args), heads_(args.heads), work_(work), memory_(memory), values_(values) {}
+
+  // What no earlier kernel writes, and zeros where products read more than there is.
+  __device__ void prefetch() {
+    auto* const queries = reinterpret_cast<uint32_t*>(memory_.queries);
+    for (int i = thread(); i < static_cast<int>(sizeof(memory_.queries) / 4); i += kThreads) queries[i] = 0;
+    auto* const pair = reinterpret_cast<uint32_t*>(memory_.pair);
+    for (int i = thread(); i < static_cast<int>(sizeof(memory_.pair) / 4); i += kThreads) pair[i] = 0;
+    const int64_t angles = static_cast<int64_t>(work_.newest) * heads_.rotary;
+    for (int c = thread(); c < heads_.rotary; c += kThreads) memory_.table[c] = heads_.rotary_table[angles + c];
+    for (int c = thread(); c < heads_.head_size; c += kThreads) {
+      if (heads_.query_norm != nullptr) memory_.norms[0][c] = norm_weight(heads_.query_norm, heads_.norm_type, c);
+      if (heads_.key_norm != nullptr) memory_.norms[1][c] = norm_weight(heads_.key_norm, heads_.norm_type, c);
+    }
+    __syncthreads();
+  }
+
+  // Queries, and the new key and value, into shared memory, and into the cache if `stores`. rehearsal: instead of
+  // these, something to read, or nullptr.
+  __device__ void prepare(const T* rehearsal, bool stores) {
+    float v[kMostRows][kOfLane<kBlocks>];
+    const int rows = work_.heads + (work_.appends() ? 2 : 0);
+#pragma unroll
+    for (int i = 0; i < kMostRows; ++i) {
+      const int row = warp() + i * kWarps;
+      if (row < rows)
+        load_head<T, kBlocks>(rehearsal == nullptr ? source(row) : rehearsal, heads_.head_size, lane(), v[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kMostRows; ++i) {
+      const int row = warp() + i * kWarps;
+      if (row < rows) prepare_row(row, v[i], stores);
+    }
+  }
+
+  // The scores of a tile's positions, in powers of two.
+  __device__ void score(const Tile<T, kCache, kBlocks>& tile, int position, float (&scores)[4]) const {
+    tile.multiply_keys(memory_.queries[0], scores);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float factor = args_.scaling;
+      if constexpr (kCache != CacheType::kFloat) factor *= memory_.factors[2 * tile.member() + i % 2];
+      float score = scores[i] * factor;
+      if (args_.softcap != 0.0F) score = args_.softcap * tanhf(score / args_.softcap);
+      const int p = position + tile.group() + i / 2 * 8;
+      scores[i] = p >= work_.first && p <= work_.newest ? score * kLog2e : -INFINITY;
+    }
+  }
+
+  // This warp's softmax, for combine_warps().
+  __device__ void leave(const Softmax<T, kCache, kBlocks>& softmax) {
+    const int group = lane() / 4;
+    const int member = lane() % 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int head = 2 * member + h;
+      if (head >= work_.heads) continue;
+      if (group == 0) {
+        memory_.highest[warp()][head] = softmax.highest[h];
+        memory_.weight[warp()][head] = softmax.weight[h];
+      }
+      float* const values = values_ + (warp() * work_.heads + head) * value_pitch(heads_.head_size);
+#pragma unroll
+      for (int c = 0; c < kBlocks; ++c) {
+        const int channel = 64 * c + 8 * group;
+        if (channel >= heads_.head_size) continue;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          *reinterpret_cast<float2*>(values + channel + 2 * r) =
+              make_float2(softmax.sums[c][r][h], softmax.sums[c][r][2 + h]);
+        }
+      }
+    }
+  }
+
+  // finish(head, channel, softmax) for every head and channel of the block's softmax, which of(head, channel) gives.
+  template <class Of, class Finish>
+  __device__ void for_each(Of of, Finish finish) const {
+    for (int i = thread(); i < work_.heads * heads_.head_size; i += kThreads) {
+      const int head = i / heads_.head_size;
+      const int channel = i % heads_.head_size;
+      finish(head, channel, of(head, channel));
+    }
+  }
+
+  __device__ Partial of_warps(int head, int channel) const {
+    return combine<kWarps>(kWarps, [&](int w) {
+      return Partial{memory_.highest[w][head], memory_.weight[w][head],
+                     values_[(w * work_.heads + head) * value_pitch(heads_.head_size) + channel]};
+    });
+  }
+
+  // 8 splits at a time, whose loads are in flight together.
+  __device__ Partial of_splits(int head, int channel) const {
+    const int pitch = heads_.head_size + 2;
+    const volatile float* const all = partials(head);  // other blocks have written them: never from a register
+    Partial softmax{-INFINITY, 0.0F, 0.0F};
+#pragma unroll 1
+    for (int i = 0; i < work_.splits; i += 8) {
+      const Partial more = combine<8>(work_.splits - i, [&](int j) {
+        const volatile float* const one = all + (i + j) * pitch;
+        return Partial{one[heads_.head_size], one[heads_.head_size + 1], one[channel]};
+      });
+      softmax = combine<2>(2, [&](int j) { return j == 0 ? softmax : more; });
+    }
+    return softmax;
+  }
+
+  // Leaves a head's softmax of this split in memory.
+  __device__ void leave_split(int head, int channel, const Partial& softmax) const {
+    float* const mine = partials(head) + work_.split * (heads_.head_size + 2);
+    mine[channel] = softmax.value;
+    if (channel != 0) return;
+    mine[heads_.head_size] = softmax.highest;
+    mine[heads_.head_size + 1] = softmax.weight;
+  }
+
+  // True in the block that has left its split last: all the others' are there for it to read. The fence before the
+  // count makes them visible first.
+  __device__ bool is_last() const {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (thread() == 0) {
+      uint32_t* const arrivals = args_.arrivals + work_.sequence * gridDim.y + blockIdx.y;
+      last = atomicAdd(arrivals, 1U) == static_cast<uint32_t>(work_.splits) - 1;
+      if (last) *arrivals = 0;
+      __threadfence();
+    }
+    __syncthreads();
+    return last;
+  }
+
+  __device__ void store(int head, int channel, const Partial& softmax, bool stores) const {
+    const int64_t row = static_cast<int64_t>(work_.sequence) * heads_.queries + work_.head + head;
+    const int64_t at = row * heads_.head_size + channel;
+    const T rounded = rows::from_float<T>(__fdividef(softmax.value, softmax.weight));
+    if (args_.out_type != DType::kInt8) {
+      if (stores) static_cast<T*>(args_.out)[at] = rounded;
+    } else {
+      const int8_t q = requantize(to_float(rounded), reciprocal(scale_at(args_.scale, 0)), -127);
+      if (stores) static_cast<int8_t*>(args_.out)[at] = q;
+    }
+  }
+
+  __host__ __device__ static constexpr int value_pitch(int head_size) { return head_size + 4; }
+
+ private:
+  __device__ static int thread() { return static_cast<int>(threadIdx.x); }
+  __device__ static int lane() { return thread() % 32; }
+  __device__ static int warp() { return thread() / 32; }
+
+  // Rows are the query heads, then the new key and value.
+  __device__ const T* source(int row) const {
+    const bool query = row < work_.heads;
+    const HeadView& view = query ? heads_.q : row == work_.heads ? heads_.k : heads_.v;
+    const int head = query ? work_.head + row : work_.pair;
+    return static_cast<const T*>(view.data) + work_.sequence * view.row + head * view.head;
+  }
+
+  __device__ void prepare_row(int row, float (&v)[kOfLane<kBlocks>], bool stores) {
+    const bool query = row < work_.heads;
+    const bool value = row == work_.heads + 1;
+    const int size = heads_.head_size;
+    if (!value) {
+      const bool norm = (query ? heads_.query_norm : heads_.key_norm) != nullptr;
+      if (norm) normalise_head<kBlocks>(memory_.norms[query ? 0 : 1], heads_.eps, size, lane(), v);
+      if (heads_.rotary != 0) rotate_head<kBlocks>(memory_.table, heads_.rotary, lane(), memory_.scratch[warp()], v);
+      round_head<T, kBlocks>(v);
+    }
+    if (query) return keep_query(row, v);
+    const int64_t at = work_.row + work_.newest;
+    auto* const cache = static_cast<Element*>(value ? heads_.values : heads_.keys) + at * size;
+    // The first of several blocks that share this head.
+    const bool first = stores && work_.head % (heads_.queries / heads_.pairs) == 0;
+    const float scale =
+        store_head<T, kCache, kBlocks>(v, size, lane(), memory_.pair[value ? 1 : 0], first ? cache : nullptr);
+    if (lane() != 0) return;
+    memory_.scales[value ? 1 : 0] = scale;
+    if (kCache != CacheType::kFloat && first) (value ? heads_.value_scales : heads_.key_scales)[at] = scale;
+  }
+
+  // fp16 has all that bf16 has only around 1: beside a cache in 8 bits the largest of a query's elements is moved there.
+  __device__ void keep_query(int row, const float (&v)[kOfLane<kBlocks>]) {
+    float down = 1.0F;
+    if constexpr (kCache != CacheType::kFloat) {
+      const uint32_t exponent = __float_as_uint(largest_of_head<kBlocks>(v)) >> 23;
+      const bool usual = exponent > 0 && exponent < 254;
+      down = usual ? __uint_as_float((254 - exponent) << 23) : 1.0F;
+      if (lane() == 0) memory_.factors[row] = usual ? __uint_as_float(exponent << 23) : 1.0F;
+    }
+#pragma unroll
+    for (int i = 0; i < kOfLane<kBlocks>; ++i) {
+      const int c = lane() + 32 * i;
+      if (c < heads_.head_size) memory_.queries[row][c] = rows::from_float<M>(v[i] * down);
+    }
+  }
+
+  __device__ float* partials(int head) const {
+    const int most = min(kMostSplits, (heads_.capacity + kSplit - 1) / kSplit);
+    const int64_t of_head = static_cast<int64_t>(work_.sequence) * heads_.queries + work_.head + head;
+    return args_.partials + of_head * most * (heads_.head_size + 2);
+  }
+
+  const AttendArgs& args_;
+  const HeadsArgs& heads_;
+  const Work& work_;
+  Memory& memory_;
+  float* const values_;
+};
+
+}  // namespace octofuse::decode

@@ -1,0 +1,96 @@
+"""The parts of one block, and what a block does with them; attention itself is the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octofuse.models.architecture import Architecture
+from octofuse.nn import Norm, fused_layer, joined
+from octofuse.nn.floating import Fused
+
+
+class Parts(NamedTuple):
+    """A block's norms, and its linears with the verb `fused`. qkv and up: one linear, or several that read the same.
+
+    after_attention, after_feed_forward: norms of what is added to the residual, or None.
+    """
+
+    attention_norm: Norm
+    qkv: tuple[Fused, ...]
+    projection: Fused
+    feed_forward_norm: Norm
+    up: tuple[Fused, ...]
+    down: Fused
+    query_norm: Norm | None
+    key_norm: Norm | None
+    after_attention: Norm | None
+    after_feed_forward: Norm | None
+
+
+# (outputs of qkv, the static scale of the layer that reads the result) -> [..., heads * head size]
+Attend = Callable[[tuple[Tensor, ...], Tensor | None], Tensor]
+
+
+def parts_of(block: nn.Module, architecture: Architecture, *, joins: bool = False) -> Parts:
+    """The parts of a block. joins: linears that read the same become one where their kind allows it, and a Conv1D's
+    weight is transposed once; the block's own then share memory with what runs (`nn.joined`)."""
+    names = architecture.names
+
+    def part(name: str) -> Any:  # get_submodule takes twice as long, and fused blocks ask at every call
+        found: Any = block
+        for step in name.split("."):
+            found = getattr(found, step)
+        return found
+
+    def linears(given: tuple[str, ...]) -> tuple[Fused, ...]:
+        layers = [part(name) for name in given]
+        one = joined(layers) if joins and len(layers) > 1 else None
+        return tuple(fused_layer(layer, transposes=joins) for layer in (layers if one is None else [one]))
+
+    def norm(name: str | None) -> Norm | None:
+        return None if name is None else architecture.norm(part(name))
+
+    return Parts(
+        architecture.norm(part(names.attention_norm)), linears(names.qkv), linears((names.projection,))[0],
+        architecture.norm(part(names.feed_forward_norm)), linears(names.up), linears((names.down,))[0],
+        norm(names.query_norm), norm(names.key_norm), norm(names.after_attention), norm(names.after_feed_forward),
+    )  # fmt: skip
+
+
+def attended(parts: Parts, x: Tensor, attend: Attend, multiplier: float = 1.0) -> Tensor:
+    """x + projection(attention(norm(x))), x `[..., width]`; multiplier: of what is added."""
+    qkv = tuple(layer.fused(x, norm=parts.attention_norm) for layer in parts.qkv)
+    values = attend(qkv, parts.projection.input_scale)
+    return _added(x, parts.projection, values, parts.after_attention, multiplier)
+
+
+def fed_forward(parts: Parts, x: Tensor, source: Tensor, architecture: Architecture) -> Tensor:
+    """x + down(activation(up(norm(source)))); gated: down(activation(gates) * values). source: x, or what the block read
+    where attention and feed-forward are parallel.
+
+    Between up and down activations are int8 where down has a static scale and nothing is gated.
+    """
+    activation = architecture.activation
+    if not architecture.names.gated:
+        (up,) = parts.up
+        hidden = up.fused(source, norm=parts.feed_forward_norm, activation=activation, out_scale=parts.down.input_scale)
+        return _added(x, parts.down, hidden, parts.after_feed_forward, architecture.residual_multiplier)
+    halves = [layer.fused(source, norm=parts.feed_forward_norm) for layer in parts.up]
+    hidden = halves[0] if len(halves) == 1 else torch.cat(halves, -1)
+    multiplier = architecture.residual_multiplier
+    return _added(x, parts.down, hidden, parts.after_feed_forward, multiplier, gate=activation)
+
+
+def _added(x: Tensor, layer: Fused, values: Tensor, norm: Norm | None, multiplier: float, gate: Any = None) -> Tensor:
+    """x + layer(values), or x + norm(layer(values)), or of it `multiplier`."""
+    if norm is None and multiplier == 1.0:
+        return layer.fused(values, residual=x, gate=gate)
+    y = layer.fused(values, gate=gate)
+    if y.dtype != x.dtype:  # from int8, in the dtype of a bias
+        y = y.to(x.dtype)
+    result: Tensor = x + (y if norm is None else norm(y)) * multiplier
+    return result
