@@ -1,7 +1,8 @@
 """From a sweep to the table that select() reads: cpp/src/gemm/measured_h200.inc.
 
-    python benchmarks/sweep_gemm.py --out benchmarks/results/h200      # on the GPU: sweep.json
-    python benchmarks/fit_select.py benchmarks/results/h200/sweep.json # anywhere that octofuse is installed
+    python benchmarks/sweep_gemm.py --out benchmarks/results/h200         # on the GPU: sweep.json
+    python benchmarks/sweep_gemm.py --large --out benchmarks/results/h200 # sweep_large.json
+    python benchmarks/fit_select.py benchmarks/results/h200/sweep*.json   # anywhere that octofuse is installed
 
 For every kernel it fits the five non-negative numbers of candidates.h's TimeModel, near-best points weighing most, and for
 every swept shape it keeps the kernel that was fastest. Prints how far the models' choices lie from the best.
@@ -20,7 +21,7 @@ import numpy as np
 from octofuse import _C
 
 SMS = 132
-HEADER = "// Written by benchmarks/fit_select.py from {source} (cpp {cpp}, {device}). Microseconds."
+HEADER = "// Written by benchmarks/fit_select.py on {device} from {sources}. Microseconds."
 
 
 @functools.cache
@@ -74,11 +75,12 @@ def report(title: str, ratios: list[float]) -> None:
 
 
 def main() -> None:
-    source = Path(sys.argv[1])
-    record = json.loads(source.read_text())
-    known = set(_C.candidates())  # the sweep may name kernels that have since gone
+    sources = [Path(name) for name in sys.argv[1:]]
+    records = [json.loads(source.read_text()) for source in sources]
+    known = set(_C.candidates())  # a sweep may name kernels that have since gone
     times = {
         tuple(map(int, key.split(","))): {name: t for name, t in row.items() if name in known}
+        for record in records
         for key, row in record["us"].items()
     }
     models = fit(times)
@@ -87,7 +89,10 @@ def main() -> None:
     report("models of all other N x K", [r for shape in sorted({mnk[1:] for mnk in times})
                                          for r in held_out(times, shape)])  # fmt: skip
     rows = sorted({m for m, _, _ in times})
-    text = [HEADER.format(source=source.name, cpp=record["cpp"], device=record["device"])]
+    names_of = ", ".join(
+        f"{source.name} (cpp {record['cpp'][:12]})" for source, record in zip(sources, records, strict=True)
+    )
+    text = [HEADER.format(sources=names_of, device=records[0]["device"])]
     text += [
         "struct NamedModel {",
         "  const char* name;",

@@ -1,4 +1,7 @@
-"""Times every kernel that could win on many shapes, for fit_select.py: `python benchmarks/sweep_gemm.py --out FOLDER`."""
+"""Times every kernel that could win on many shapes, for fit_select.py: `python benchmarks/sweep_gemm.py --out FOLDER`.
+
+--large: the weights of larger models and their output heads, up to 256 tokens, into sweep_large.json.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,11 @@ from octofuse.testing.timing import environment
 WEIGHTS = ((768, 768), (2304, 768), (3072, 768), (768, 3072), (1920, 1920), (4800, 1600), (1600, 6400), (1024, 4096),
            (4096, 4096), (6144, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (12288, 12288),
            (50257, 768))  # fmt: skip
+# Llama 8B and 1B, Qwen3 4B, OPT 30B, Llama 70B: linears and heads.
+LARGE_WEIGHTS = ((28672, 4096), (128256, 4096), (3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048),
+                 (6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728), (151936, 2560), (21504, 7168), (7168, 7168),
+                 (28672, 7168), (7168, 28672), (50272, 7168), (10240, 8192), (57344, 8192), (8192, 28672))  # fmt: skip
+LARGE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 768, 1024, 2048, 4096,
         8192)  # fmt: skip
 LARGEST = 1.3e11  # M * N * K
@@ -45,11 +53,12 @@ def time_of(name: str, sets: list[tuple[torch.Tensor, ...]], m: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--large", action="store_true")
     args = parser.parse_args()
     times: dict[str, dict[str, float]] = {}
-    for n, k in WEIGHTS:
-        for m in ROWS:
-            if m * n * k > LARGEST or (n == 50257 and m > 64):
+    for n, k in LARGE_WEIGHTS if args.large else WEIGHTS:
+        for m in LARGE_ROWS if args.large else ROWS:
+            if m * n * k > LARGEST or (n > 50000 and m > 64):
                 continue
             sets = operand_sets(m, n, k)
             row = times[f"{m},{n},{k}"] = {}
@@ -60,8 +69,8 @@ def main() -> None:
                     continue
         print(n, k, flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    record = {**environment("python benchmarks/sweep_gemm.py"), "us": times}
-    (args.out / "sweep.json").write_text(json.dumps(record) + "\n")
+    record = {**environment("python benchmarks/sweep_gemm.py" + " --large" * args.large), "us": times}
+    (args.out / ("sweep_large.json" if args.large else "sweep.json")).write_text(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

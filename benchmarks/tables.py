@@ -134,6 +134,36 @@ def batches() -> str:
     return lines(("tokens/s", *engines), rows)
 
 
+def decoders() -> str:
+    """One sequence, by model; of transformers there is no floor."""
+    rows = []
+    for row in result("h200/decode")["one"]:
+        bound = "" if "of the floor" not in row else f"{thousands(row['floor tokens/s'])} ({row['of the floor']:.0%})"
+        first, between = f"{row['first token ms']:.1f}", f"{row['ms a token']:.2f}"
+        rows.append((row["model"], row["engine"], thousands(row["tokens/s"]), between, first, bound))
+    heads = ("model", "engine", "tokens/s", "ms a token", "first token, ms", "the bytes alone, tokens/s")
+    return lines(heads, rows)
+
+
+def decoder_loads() -> str:
+    """Batches, prompts and contexts of the 8B model, each beside the same engine in fp16."""
+    found = result("h200/decode")
+    rows = []
+    for part, column, label in (("batch", "tokens/s", "batch 32, 256 new tokens, tokens/s"),
+                                ("prefill", "ms", "8 prompts of 2,048 tokens, ms")):  # fmt: skip
+        of_part = {row["engine"]: row[column] for row in found[part]}
+        plain = of_part["octofuse fp16"]
+        for engine, value in of_part.items():
+            gain = value / plain if column == "tokens/s" else plain / value
+            rows.append((label, engine, thousands(value), f"{gain:.2f}x"))
+    plain = {row["engine"]: row["us"] for row in found["context"] if row["cache"] == "float16"}
+    for row in found["context"]:
+        engine = f"{row['engine']}, cache in {row['cache']}"
+        label = "a step of 8 sequences behind 32,768 tokens each, us"
+        rows.append((label, engine, thousands(row["us"]), f"{plain[row['engine']] / row['us']:.2f}x"))
+    return lines(("Llama-3.1-8B", "engine", "", "over fp16 (of the cache)"), rows)
+
+
 def cpu(isa: str) -> str:
     rows = []
     for row in result(f"cpu/{isa}")["rows"]:
@@ -191,7 +221,7 @@ def tests() -> str:
 
 def versions() -> str:
     found = result("h200/gemm")
-    ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in ("tests", "gemm", "gpt2", "lowbit")]
+    ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in ("tests", "gemm", "decode", "gpt2", "lowbit")]
     return (
         f"One H200, torch {found['torch']}, driver {found['driver']}, cuBLASLt {found['cublaslt']}. `cpp/` was, for "
         f"each of them: {', '.join(ran)}."
@@ -201,7 +231,7 @@ def versions() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        highlights, schemes, costs, gemm, lowbit, gpt2, batches, cpu_avx2, cpu_avx512, llama_cpp, machines, tests, versions,
+        highlights, schemes, costs, gemm, lowbit, decoders, decoder_loads, gpt2, batches, cpu_avx2, cpu_avx512, llama_cpp, machines, tests, versions,
     )
 }  # fmt: skip
 

@@ -190,11 +190,11 @@ def test_weights_lie_in_memory_once(scheme: str | None, tmp_path: Any) -> None:
     large = "packed" if scheme == "w4a16-g32" else "weight"
     qkv = [getattr(getattr(attention, f"{name}_proj"), large) for name in "qkv"]
     assert len({tensor.untyped_storage().data_ptr() for tensor in qkv}) == 1
-    held = generator.decoder.bytes_of_weights()
+    kept = generator.decoder.bytes_of_weights()
     plain = sum(tensor.nbytes for tensor in state.values())
-    assert held <= plain * (1.1 if scheme is None else 1.35), "scales and biases of joined layers are copied"
+    assert kept <= plain * (1.1 if scheme is None else 1.35), "scales and biases of joined layers are copied"
     again = Generator(model)
-    assert again.decoder.bytes_of_weights() <= held + plain // 20, "nothing large was copied again"
+    assert again.decoder.bytes_of_weights() <= kept + plain // 20, "nothing large was copied again"
     assert again(PROMPTS, 7) == generator(PROMPTS, 7)
     if scheme is not None:
         assert any(isinstance(module, QUANTISED) for module in model.modules())

@@ -115,7 +115,7 @@ def test_norms_of_modules() -> None:
     ):  # fmt: skip
         torch.testing.assert_close(Norm.of(module)(x), module(x).detach(), rtol=1e-5, atol=1e-6)
     for other in (nn.Linear(3, 3), nn.LayerNorm((2, K))):
-        with pytest.raises(TypeError, match=r"module: expected nn\.LayerNorm or nn\.RMSNorm"):
+        with pytest.raises(TypeError, match=r"module: expected nn\.LayerNorm or an RMSNorm"):
             Norm.of(other)
 
 

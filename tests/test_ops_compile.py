@@ -44,7 +44,7 @@ def samples(device: str) -> dict[str, tuple[tuple, dict]]:
         "quantized_linear to int8": (rows._replace(out_scale=q8), {}),
         "lowbit_linear": (lowbit, {}),
         "lowbit_linear to int8": (lowbit._replace(out_scale=q8), {}),
-        "rows": (RowsCall(x, "rms_norm", x, None, None, 1e-5, None, True, None), {}),
+        "rows": (RowsCall(x, "rms_norm", x, None, None, 1e-5, None, True, None, False), {}),
         "linear": (linear, {}),
         "linear to int8": (linear_i8, {}),
         "linear with a zero point": (asymmetric, {}),

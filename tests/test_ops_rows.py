@@ -184,3 +184,31 @@ def test_compiled_whole(device, generator) -> None:
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     for got, want in zip(compiled(x, residual, weight, bias), block(x, residual, weight, bias), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "cols"), [(1, 8), (1, 14336), (3, 4104), (32, 2048), (2, 32768), (1, 32776), (33, 64)]
+)
+def test_gates_of_a_captured_chain(rows: int, cols: int, dtype: torch.dtype) -> None:
+    """A few rows share a cluster of blocks there, with the bits of one block; a row without a number stays alone."""
+    g = torch.Generator("cuda").manual_seed(cols)
+    x = (torch.randn(rows, 2 * cols, generator=g, device="cuda") * 3).to(dtype)
+    x[-1, 5] = float("nan")
+    scale = torch.tensor(0.03, device="cuda")
+
+    def run() -> list[torch.Tensor]:
+        y = octofuse.gated_activation(x, "silu", constants=True)
+        q, scales = octofuse.gated_activation_quantize(x, "gelu_tanh", constants=True)
+        fixed, _ = octofuse.gated_activation_quantize(x, "silu", scale=scale, constants=True)
+        return [y, q, scales, fixed]
+
+    want = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    for _ in range(3):
+        graph.replay()
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(torch.nan_to_num(a.float(), 7.0), torch.nan_to_num(b.float(), 7.0))

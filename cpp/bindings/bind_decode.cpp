@@ -127,6 +127,9 @@ void parse_cache(const AttendFields& f, const TensorView& q, const TensorView& k
   const bool is_uint8 = keys.dl.dtype.code == kDLUInt && keys.dl.dtype.bits == 8;
   args.cache = is_uint8 ? CacheType::kFloat8 : keys.dtype == DType::kInt8 ? CacheType::kInt8 : CacheType::kFloat;
   if (args.cache == CacheType::kFloat) expect_dtype(keys, {q.dtype, DType::kInt8});
+  if (args.cache != CacheType::kFloat && size % 16 != 0) {
+    refuse<ValueError>("keys", "a head size that is a multiple of 16, with 8 bits", "shape " + keys.shape_text());
+  }
   const TensorView values(f.values, "values");
   if (values.dtype != keys.dtype || values.dl.dtype.code != keys.dl.dtype.code) {
     refuse<TypeError>("values", "dtype " + keys.dtype_text() + " like keys", values.dtype_text());

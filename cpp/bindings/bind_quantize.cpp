@@ -75,6 +75,7 @@ py::object rows(const py::tuple& fields) {
   const bool quantize = given.quantize.cast<bool>();
   const TensorView x(given.x, "x");
   RowPassArgs args = checked_rows(x);
+  args.constants = given.constants.cast<bool>();
   std::vector<int64_t> shape = shape_of(x);
   if (op == "layer_norm" || op == "rms_norm") {
     parse_norm(op, {given.weight, given.bias, given.eps, "weight", "bias"}, x, args);

@@ -27,7 +27,8 @@ namespace py = pybind11;
   X(out_scale) X(engine) X(constant_weight)
 
 #define OCTOFUSE_ROWS_FIELDS(X) \
-  X(x) X(op) X(residual) X(weight) X(bias) X(eps) X(activation) X(quantize) X(scale)
+  X(x) X(op) X(residual) X(weight) X(bias) X(eps) X(activation) X(quantize) X(scale) \
+  X(constants)
 
 #define OCTOFUSE_COL32_FIELDS(X) \
   X(x) X(w) X(sizes) X(x_scale) X(w_scale) X(bias) X(activation) X(residual) \

@@ -42,7 +42,7 @@ struct HeadsArgs {
   float* value_scales = nullptr;  // likewise
 };
 
-constexpr int kMaxHeadSize = 256;  // and a multiple of 8
+constexpr int kMaxHeadSize = 256;  // and a multiple of 8, of 16 with a cache in 8 bits
 
 // The tokens stand at positions 0 and up: queries and keys are prepared in place, keys and values go into the cache.
 void append(const HeadsArgs& args, int device, Stream stream);
@@ -64,8 +64,10 @@ struct AttendArgs {
   void* out = nullptr;                 // [batch, queries * head_size], contiguous
   DType out_type = DType::kFloat16;
   ScaleView scale;
-  float* partials = nullptr;     // AttendScratch's floats: the splits' softmaxes
-  bool rehearses = false;        // attend() decides
+  float* partials = nullptr;  // AttendScratch's floats: the splits' softmaxes
+  // These are attend()'s own.
+  int group = 1, sharing = 1;    // query heads that share a pair, and blocks that do
+  int slots = 2;                 // of a warp's ring
   uint32_t* arrivals = nullptr;  // AttendScratch's counters: splits that are done; zero, and left zero
 };
 

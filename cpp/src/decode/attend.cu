@@ -24,10 +24,15 @@ namespace {
 
 using namespace decode;
 
+// Slots of a warp's ring in shared memory: of a sequence of one split at most two.
+template <class T, CacheType kCache, int kBlocks>
+constexpr int kMostSlots = kBlocks == 4 && kCache == CacheType::kFloat ? 3 : 12288 / Slot<T, kCache, kBlocks>::kBytes;
+
 template <class T, CacheType kCache, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks == 4 ? 1 : 2)
     attend_kernel(const __grid_constant__ AttendArgs args) {
-  extern __shared__ float4 values[];
+  using WarpSlot = Slot<T, kCache, kBlocks>;
+  extern __shared__ float4 dynamic[];
   __shared__ Shared<T, kCache, kBlocks> memory;
   // Two things are read before earlier kernels have finished: the cache, which earlier steps have written, and
   // `positions`. The kernel that writes these (argmax) is followed by embed, which lets its successors start only after
@@ -39,74 +44,81 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 4 ? 1 : 2)
   const Work work(args, position);
   if (work.is_none()) return;
   launch_dependents();  // they wait for this kernel's end, and have time to load what they can until then
-  Block<T, kCache, kBlocks> block(args, work, memory, reinterpret_cast<float*>(values));
-  const int start = work.begin + static_cast<int>(threadIdx.x) / 32 * kTile;
-  Tile<T, kCache, kBlocks> tile;
-  tile.load_keys(args.heads, work.row, start, work.first, work.newest);
-  tile.load_values(args.heads, work.row, start, work.first, work.newest);
-  block.prefetch();
-  // Code that runs once in a block costs more in fetching instructions than in executing them. So while earlier kernels
-  // run the loop goes through it once with a query out of the cache and stores nothing: the code is in the cache
-  // afterwards.
+  Block<T, kCache, kBlocks> block(args, work, memory, reinterpret_cast<float*>(dynamic));
+  const int warp = static_cast<int>(threadIdx.x >> 5);
+  char* const ring = reinterpret_cast<char*>(dynamic) + warp * args.slots * WarpSlot::kBytes;
+  const int start = work.begin + warp * kTile;
+  const int newest = min(work.newest, work.end);
+  // Item 2 * i of a warp are the keys, item 2 * i + 1 the values of its i-th tile.
+  const int items = work.end <= start ? 0 : 2 * ((work.end - start - 1) / kPass + 1);
+  Softmax<T, kCache, kBlocks> softmax;
+  float scores[4];
+  int slot = 0;
 #pragma unroll 1
-  for (bool rehearses = args.rehearses && work.newest > 1;; rehearses = false) {
-    const T* const rehearsal = rehearses ? static_cast<const T*>(args.heads.keys) +
-                                               work.row * args.heads.head_size / (kCache == CacheType::kFloat ? 1 : 2)
-                                         : nullptr;
-    if (!rehearses) wait_for_predecessors();
-    block.prepare(rehearsal, !rehearses);
-    __syncthreads();
-    Softmax<T, kCache, kBlocks> softmax;
-#pragma unroll 1
-    for (int at = start; at < work.end; at += kPass) {
-      if (work.newest >= at && work.newest < at + kTile) {
-        tile.replace(work.newest - at, memory.pair[0], memory.pair[1], memory.scales);
-      }
-      float scores[4] = {};
-      block.score(tile, at, scores);
-      softmax.take(tile, scores);
-      if (rehearses) break;
-      tile.load_keys(args.heads, work.row, at + kPass, work.first, min(work.newest, work.end));
-      tile.load_values(args.heads, work.row, at + kPass, work.first, min(work.newest, work.end));
+  for (int item = -args.slots;; ++item) {
+    if (item == 0) {
+      block.prefetch();
+      wait_for_predecessors();
+      block.prepare();
+      __syncthreads();
     }
-    softmax.finish();
-    block.leave(softmax);
-    __syncthreads();
-    const auto of_warps = [&](int head, int channel) { return block.of_warps(head, channel); };
-    const auto store = [&](int head, int channel, const Partial& partial) {
-      block.store(head, channel, partial, !rehearses);
-    };
-    if (work.splits == 1 || rehearses) {
-      block.for_each(of_warps, store);
-    } else {
-      block.for_each(of_warps,
-                     [&](int head, int channel, const Partial& partial) { block.leave_split(head, channel, partial); });
-      if (block.is_last()) {
-        block.for_each([&](int head, int channel) { return block.of_splits(head, channel); }, store);
+    if (item >= items && item >= 0) break;
+    const WarpSlot here{ring + slot * WarpSlot::kBytes};
+    if (item >= 0) {
+      args.slots == 2 ? wait_for_copies<1>() : wait_for_copies<kMostSlots<T, kCache, kBlocks> - 1>();
+      __syncwarp();
+      const int at = start + (item >> 1) * kPass;
+      const bool values = (item & 1) != 0;
+      if (work.newest - at < kTile && work.newest >= at) {
+        here.replace(work.newest - at, memory.pair[values ? 1 : 0], values ? nullptr : memory.scales);
       }
+      if (values) {
+        add_values(here, scores, softmax.sums);
+      } else {
+        block.score(here, at, scores);
+        softmax.weigh(here, scores);
+      }
+      __syncwarp();
     }
-    if (!rehearses) return;
-    __syncthreads();
+    const int next = item + args.slots;
+    if (next < items) {
+      here.copy(args.heads, (next & 1) != 0, work.row, start + (next >> 1) * kPass, work.first, newest);
+    }
+    commit_copies();
+    slot = slot + 1 == args.slots ? 0 : slot + 1;
   }
+  __syncthreads();  // slots become the place of the warps' sums
+  softmax.finish();
+  block.leave(softmax);
+  __syncthreads();
+  const bool alone = work.splits == 1;
+  block.for_each([&](int head, int channel) {
+    const Partial partial = block.of_warps(head, channel);
+    alone ? block.store(head, channel, partial) : block.leave_split(head, channel, partial);
+  });
+  if (alone || !block.is_last()) return;
+  block.for_each([&](int head, int channel) { block.store(head, channel, block.of_splits(head, channel)); });
 }
+
+template <class T, CacheType kCache, int kBlocks>
+constexpr int kMostShared = kWarps * std::max(kMostSlots<T, kCache, kBlocks> * Slot<T, kCache, kBlocks>::kBytes,
+                                              kMostHeads*(kBlocks* kBlockChannels + 4) * 4);
 
 template <class T, CacheType kCache, int kBlocks>
 void launch(AttendArgs args, int device, cudaStream_t stream) {
   static DeviceFlags raised;
   const HeadsArgs& heads = args.heads;
-  const int group = heads.queries / heads.pairs;
-  const int together = std::min(group, kMostHeads);
-  const int shared = kWarps * together * Block<T, kCache, kBlocks>::value_pitch(heads.head_size) * 4;
+  args.group = heads.queries / heads.pairs;
+  args.sharing = sharing_of(args.group);
+  args.slots = heads.capacity <= kPass ? 2 : kMostSlots<T, kCache, kBlocks>;  // two: every warp has one tile
+  const int pitch = Block<T, kCache, kBlocks>::value_pitch(heads.head_size);
+  const int of_slots = kWarps * args.slots * Slot<T, kCache, kBlocks>::kBytes;
+  const int shared = std::max(of_slots, kWarps * std::min(args.group, kMostHeads) * pitch * 4);
   const auto* const kernel = reinterpret_cast<const void*>(attend_kernel<T, kCache, kBlocks>);
-  allow_shared_memory(kernel, kWarps * kMostHeads * (kBlocks * kBlockChannels + 4) * 4, device, raised);
-  const int splits = std::min(kMostSplits, (heads.capacity + kSplit - 1) / kSplit);
-  const dim3 grid(static_cast<unsigned>(splits),
-                  static_cast<unsigned>(heads.pairs * ((group + kMostHeads - 1) / kMostHeads)),
+  allow_shared_memory(kernel, kMostShared<T, kCache, kBlocks>, device, raised);
+  const dim3 grid(static_cast<unsigned>(splits_of(heads.capacity)), static_cast<unsigned>(heads.pairs * args.sharing),
                   static_cast<unsigned>(heads.batch));
   const bool chained = is_chained(stream, device);
-  // Where more blocks share an SM, the first ones fetch the code for the others.
-  const int64_t blocks = int64_t{grid.x} * grid.y * grid.z;
-  args.rehearses = chained && blocks <= 2 * device_capability(device).sm_count;
   launch_kernel("attend", kernel, grid, dim3(kThreads), shared, dim3(1), chained, &args, stream);
 }
 
@@ -127,9 +139,8 @@ void launch(const AttendArgs& args, int device, cudaStream_t stream) {
 }  // namespace
 
 AttendScratch attend_scratch(int64_t batch, int64_t queries, int64_t pairs, int64_t head_size, int64_t capacity) {
-  const int64_t splits = std::min<int64_t>(kMostSplits, (capacity + kSplit - 1) / kSplit);
-  const int64_t blocks = pairs * ((queries / pairs + kMostHeads - 1) / kMostHeads);
-  return {batch * queries * splits * (head_size + 2), batch * blocks};
+  const int64_t splits = splits_of(static_cast<int>(capacity));
+  return {batch * queries * splits * (head_size + 2), batch * pairs * sharing_of(static_cast<int>(queries / pairs))};
 }
 
 void attend(const AttendArgs& args, int device, Stream stream) {

@@ -9,16 +9,18 @@ namespace octofuse::decode {
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kPass = kWarps * kTile;
-constexpr int kSplit = 128;      // positions, of shorter sequences
-constexpr int kMostSplits = 64;  // longer ones have longer splits
+constexpr int kSplitBits = 8;  // of positions, in shorter sequences; longer ones have longer splits
+constexpr int kMostSplitsBits = 5;
 constexpr float kLog2e = 1.44269504088896341F;
 
-// Positions of a split, by the sequence's own length alone.
-__host__ __device__ inline int split_of(int newest) {
-  int split = kSplit;
-  while (newest / split >= kMostSplits) split *= 2;
-  return split;
+// Positions of a split, as a power of two, by the sequence's own length alone.
+__device__ inline int split_bits_of(int newest) {
+  const int bits_of_newest = 32 - __clz(newest);
+  return max(kSplitBits, bits_of_newest - kMostSplitsBits);
 }
+
+// As exact as its use needs: scores are small.
+__device__ inline float tanh_of(float x) { return 1.0F - __fdividef(2.0F, 1.0F + power_of_two(2.0F * kLog2e * x)); }
 
 // The highest score, the weights' sum, and one channel's weighted sum.
 struct Partial {
@@ -30,46 +32,56 @@ struct Partial {
 template <int kMost, class Of>
 __device__ Partial combine(int count, Of of) {
   Partial partials[kMost];
-  Partial all{-INFINITY, 0.0F, 0.0F};
+  Partial all{kLowest, 0.0F, 0.0F};
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
-    partials[i] = i < count ? of(i) : Partial{-INFINITY, 0.0F, 0.0F};
+    partials[i] = i < count ? of(i) : Partial{kLowest, 0.0F, 0.0F};
     all.highest = fmaxf(all.highest, partials[i].highest);
   }
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
-    const float factor = rescale(partials[i].highest, all.highest);
+    const float factor = power_of_two(partials[i].highest - all.highest);
     all.value = fmaf(factor, partials[i].value, all.value);
     all.weight = fmaf(factor, partials[i].weight, all.weight);
   }
   return all;
 }
 
+// The largest number of splits of a sequence.
+__host__ __device__ inline int splits_of(int capacity) {
+  const int splits = (capacity + (1 << kSplitBits) - 1) >> kSplitBits;
+  return splits < 1 << kMostSplitsBits ? splits : 1 << kMostSplitsBits;
+}
+
+// Blocks that share a head of the cache.
+__host__ __device__ inline int sharing_of(int group) { return (group + kMostHeads - 1) / kMostHeads; }
+
 // What a block works on.
 struct Work {
   int sequence, head, heads, pair;  // head: the first of `heads` query heads
+  bool leads;                       // the first of the blocks that share a head of the cache
   int first, newest;                // positions that the token sees
   int begin, end;                   // of these, the split's
   int split, splits;                // of those that hold any
   int64_t row;                      // of position 0 in the cache
 
   __device__ Work(const AttendArgs& args, int64_t position) {
-    const int group = args.heads.queries / args.heads.pairs;
-    const int blocks = (group + kMostHeads - 1) / kMostHeads;
-    const int block = static_cast<int>(blockIdx.y) % blocks;
+    const int sharing = args.sharing;
+    pair = sharing == 1 ? static_cast<int>(blockIdx.y) : static_cast<int>(blockIdx.y) / sharing;
+    const int block = static_cast<int>(blockIdx.y) - pair * sharing;
     sequence = static_cast<int>(blockIdx.z);
-    pair = static_cast<int>(blockIdx.y) / blocks;
-    head = pair * group + block * kMostHeads;
-    heads = min(kMostHeads, group - block * kMostHeads);
+    leads = block == 0;
+    head = pair * args.group + block * kMostHeads;
+    heads = min(kMostHeads, args.group - block * kMostHeads);
     newest = static_cast<int>(position);
     first = args.window > 0 ? max(0, newest + 1 - args.window) : 0;
-    const int length = split_of(newest);
-    begin = static_cast<int>(blockIdx.x) * length;
-    end = min(begin + length, newest + 1);
-    split = static_cast<int>(blockIdx.x) - first / length;
-    splits = newest / length - first / length + 1;
+    const int bits = split_bits_of(newest);
+    begin = static_cast<int>(blockIdx.x) << bits;
+    end = min(begin + (1 << bits), newest + 1);
+    split = static_cast<int>(blockIdx.x) - (first >> bits);
+    splits = (newest >> bits) - (first >> bits) + 1;
     row = (static_cast<int64_t>(sequence) * args.heads.pairs + pair) * args.heads.capacity;
-    begin = max(begin, first / kTile * kTile);
+    begin = max(begin, first & -kTile);
   }
   __device__ bool is_none() const { return split < 0 || begin > newest; }
   __device__ bool appends() const { return end == newest + 1; }
@@ -79,7 +91,7 @@ template <class T, CacheType kCache, int kBlocks>
 struct Shared {
   using M = Operand<T, kCache>;
   static constexpr int kChannels = kBlocks * kBlockChannels;
-  alignas(16) M queries[kMostHeads][Tile<T, kCache, kBlocks>::kPitch];
+  alignas(16) M queries[kMostHeads][kQueryPitch<kBlocks>];
   alignas(16) Stored<T, kCache> pair[2][kChannels];  // the new key and value
   float scales[2];                                   // theirs
   float factors[kMostHeads];                         // of the queries
@@ -95,21 +107,26 @@ class Block {
   using M = Operand<T, kCache>;
   using Element = Stored<T, kCache>;
   using Memory = Shared<T, kCache, kBlocks>;
-  static constexpr int kMostRows = (kMostHeads + 2 + kWarps - 1) / kWarps;  // heads that a warp prepares
 
  public:
   // values: [warp, head, value_pitch()] in shared memory.
   __device__ Block(const AttendArgs& args, const Work& work, Memory& memory, float* values)
       : args_(args), heads_(args.heads), work_(work), memory_(memory), values_(values) {}
 
-  // What no earlier kernel writes, and zeros where products read more than there is.
+  // What no earlier kernel writes, and zeros where products read more than there is. (Heads that are missing may have
+  // any scores: nobody reads them.)
   __device__ void prefetch() {
     auto* const queries = reinterpret_cast<uint32_t*>(memory_.queries);
-    for (int i = thread(); i < static_cast<int>(sizeof(memory_.queries) / 4); i += kThreads) queries[i] = 0;
+    const bool whole = heads_.head_size == Memory::kChannels;
+#pragma unroll 1
+    for (int i = thread(); !whole && i < static_cast<int>(sizeof(memory_.queries) / 4); i += kThreads) queries[i] = 0;
     auto* const pair = reinterpret_cast<uint32_t*>(memory_.pair);
-    for (int i = thread(); i < static_cast<int>(sizeof(memory_.pair) / 4); i += kThreads) pair[i] = 0;
+#pragma unroll 1
+    for (int i = thread(); !whole && i < static_cast<int>(sizeof(memory_.pair) / 4); i += kThreads) pair[i] = 0;
     const int64_t angles = static_cast<int64_t>(work_.newest) * heads_.rotary;
+#pragma unroll 1
     for (int c = thread(); c < heads_.rotary; c += kThreads) memory_.table[c] = heads_.rotary_table[angles + c];
+#pragma unroll 1
     for (int c = thread(); c < heads_.head_size; c += kThreads) {
       if (heads_.query_norm != nullptr) memory_.norms[0][c] = norm_weight(heads_.query_norm, heads_.norm_type, c);
       if (heads_.key_norm != nullptr) memory_.norms[1][c] = norm_weight(heads_.key_norm, heads_.norm_type, c);
@@ -117,42 +134,37 @@ class Block {
     __syncthreads();
   }
 
-  // Queries, and the new key and value, into shared memory, and into the cache if `stores`. rehearsal: instead of
-  // these, something to read, or nullptr.
-  __device__ void prepare(const T* rehearsal, bool stores) {
-    float v[kMostRows][kOfLane<kBlocks>];
+  // Queries, and the new key and value, into shared memory, the latter into the cache as well.
+  __device__ void prepare() {
     const int rows = work_.heads + (work_.appends() ? 2 : 0);
-#pragma unroll
-    for (int i = 0; i < kMostRows; ++i) {
-      const int row = warp() + i * kWarps;
-      if (row < rows)
-        load_head<T, kBlocks>(rehearsal == nullptr ? source(row) : rehearsal, heads_.head_size, lane(), v[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < kMostRows; ++i) {
-      const int row = warp() + i * kWarps;
-      if (row < rows) prepare_row(row, v[i], stores);
+#pragma unroll 1
+    for (int row = warp(); row < rows; row += kWarps) {
+      float v[kOfLane<kBlocks>];
+      load_head<T, kBlocks>(source(row), heads_.head_size, lane(), v);
+      prepare_row(row, v);
     }
   }
 
-  // The scores of a tile's positions, in powers of two.
-  __device__ void score(const Tile<T, kCache, kBlocks>& tile, int position, float (&scores)[4]) const {
-    tile.multiply_keys(memory_.queries[0], scores);
+  // The scores of the positions of a tile, in powers of two.
+  __device__ void score(const Slot<T, kCache, kBlocks>& keys, int position, float (&scores)[4]) const {
+#pragma unroll
+    for (float& score : scores) score = 0.0F;
+    multiply_keys(keys, memory_.queries[0], scores);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float factor = args_.scaling;
-      if constexpr (kCache != CacheType::kFloat) factor *= memory_.factors[2 * tile.member() + i % 2];
+      if constexpr (kCache != CacheType::kFloat) factor *= memory_.factors[2 * keys.member() + i % 2];
       float score = scores[i] * factor;
-      if (args_.softcap != 0.0F) score = args_.softcap * tanhf(score / args_.softcap);
-      const int p = position + tile.group() + i / 2 * 8;
+      if (args_.softcap != 0.0F) score = args_.softcap * tanh_of(__fdividef(score, args_.softcap));
+      const int p = position + keys.group() + i / 2 * 8;
       scores[i] = p >= work_.first && p <= work_.newest ? score * kLog2e : -INFINITY;
     }
   }
 
-  // This warp's softmax, for combine_warps().
+  // This warp's softmax, for of_warps(). The values lie where the slots were.
   __device__ void leave(const Softmax<T, kCache, kBlocks>& softmax) {
-    const int group = lane() / 4;
-    const int member = lane() % 4;
+    const int group = lane() >> 2;
+    const int member = lane() & 3;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int head = 2 * member + h;
@@ -175,13 +187,14 @@ class Block {
     }
   }
 
-  // finish(head, channel, softmax) for every head and channel of the block's softmax, which of(head, channel) gives.
-  template <class Of, class Finish>
-  __device__ void for_each(Of of, Finish finish) const {
+  // f(head, channel) for all of the block's.
+  template <class F>
+  __device__ void for_each(F f) const {
+    const float inverse = __frcp_rn(static_cast<float>(heads_.head_size));
+#pragma unroll 1
     for (int i = thread(); i < work_.heads * heads_.head_size; i += kThreads) {
-      const int head = i / heads_.head_size;
-      const int channel = i % heads_.head_size;
-      finish(head, channel, of(head, channel));
+      const int head = static_cast<int>((static_cast<float>(i) + 0.5F) * inverse);
+      f(head, i - head * heads_.head_size);
     }
   }
 
@@ -196,7 +209,7 @@ class Block {
   __device__ Partial of_splits(int head, int channel) const {
     const int pitch = heads_.head_size + 2;
     const volatile float* const all = partials(head);  // other blocks have written them: never from a register
-    Partial softmax{-INFINITY, 0.0F, 0.0F};
+    Partial softmax{kLowest, 0.0F, 0.0F};
 #pragma unroll 1
     for (int i = 0; i < work_.splits; i += 8) {
       const Partial more = combine<8>(work_.splits - i, [&](int j) {
@@ -233,15 +246,14 @@ class Block {
     return last;
   }
 
-  __device__ void store(int head, int channel, const Partial& softmax, bool stores) const {
+  __device__ void store(int head, int channel, const Partial& softmax) const {
     const int64_t row = static_cast<int64_t>(work_.sequence) * heads_.queries + work_.head + head;
     const int64_t at = row * heads_.head_size + channel;
     const T rounded = rows::from_float<T>(__fdividef(softmax.value, softmax.weight));
     if (args_.out_type != DType::kInt8) {
-      if (stores) static_cast<T*>(args_.out)[at] = rounded;
+      static_cast<T*>(args_.out)[at] = rounded;
     } else {
-      const int8_t q = requantize(to_float(rounded), reciprocal(scale_at(args_.scale, 0)), -127);
-      if (stores) static_cast<int8_t*>(args_.out)[at] = q;
+      static_cast<int8_t*>(args_.out)[at] = requantize(to_float(rounded), reciprocal(scale_at(args_.scale, 0)), -127);
     }
   }
 
@@ -249,8 +261,8 @@ class Block {
 
  private:
   __device__ static int thread() { return static_cast<int>(threadIdx.x); }
-  __device__ static int lane() { return thread() % 32; }
-  __device__ static int warp() { return thread() / 32; }
+  __device__ static int lane() { return static_cast<int>(threadIdx.x & 31); }
+  __device__ static int warp() { return static_cast<int>(threadIdx.x >> 5); }
 
   // Rows are the query heads, then the new key and value.
   __device__ const T* source(int row) const {
@@ -260,7 +272,7 @@ class Block {
     return static_cast<const T*>(view.data) + work_.sequence * view.row + head * view.head;
   }
 
-  __device__ void prepare_row(int row, float (&v)[kOfLane<kBlocks>], bool stores) {
+  __device__ void prepare_row(int row, float (&v)[kOfLane<kBlocks>]) {
     const bool query = row < work_.heads;
     const bool value = row == work_.heads + 1;
     const int size = heads_.head_size;
@@ -273,16 +285,15 @@ class Block {
     if (query) return keep_query(row, v);
     const int64_t at = work_.row + work_.newest;
     auto* const cache = static_cast<Element*>(value ? heads_.values : heads_.keys) + at * size;
-    // The first of several blocks that share this head.
-    const bool first = stores && work_.head % (heads_.queries / heads_.pairs) == 0;
     const float scale =
-        store_head<T, kCache, kBlocks>(v, size, lane(), memory_.pair[value ? 1 : 0], first ? cache : nullptr);
+        store_head<T, kCache, kBlocks>(v, size, lane(), memory_.pair[value ? 1 : 0], work_.leads ? cache : nullptr);
     if (lane() != 0) return;
     memory_.scales[value ? 1 : 0] = scale;
-    if (kCache != CacheType::kFloat && first) (value ? heads_.value_scales : heads_.key_scales)[at] = scale;
+    if (kCache != CacheType::kFloat && work_.leads) (value ? heads_.value_scales : heads_.key_scales)[at] = scale;
   }
 
-  // fp16 has all that bf16 has only around 1: beside a cache in 8 bits the largest of a query's elements is moved there.
+  // fp16 has all that bf16 has only around 1: beside a cache in 8 bits the largest of a query's elements is moved
+  // there.
   __device__ void keep_query(int row, const float (&v)[kOfLane<kBlocks>]) {
     float down = 1.0F;
     if constexpr (kCache != CacheType::kFloat) {
@@ -299,7 +310,7 @@ class Block {
   }
 
   __device__ float* partials(int head) const {
-    const int most = min(kMostSplits, (heads_.capacity + kSplit - 1) / kSplit);
+    const int most = splits_of(heads_.capacity);
     const int64_t of_head = static_cast<int64_t>(work_.sequence) * heads_.queries + work_.head + head;
     return args_.partials + of_head * most * (heads_.head_size + 2);
   }

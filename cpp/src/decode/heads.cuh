@@ -30,8 +30,7 @@ __device__ inline void normalise_head(const float* weight, float eps, int size, 
   float squares = 0.0F;
 #pragma unroll
   for (int i = 0; i < kOfLane<kBlocks>; ++i) squares = __fadd_rn(squares, __fmul_rn(v[i], v[i]));
-  const float mean = __fadd_rn(__fdiv_rn(rows::warp_sum(squares), static_cast<float>(size)), eps);
-  const float inverse = __fdiv_rn(1.0F, __fsqrt_rn(mean));
+  const float inverse = rsqrtf(__fdividef(rows::warp_sum(squares), static_cast<float>(size)) + eps);
 #pragma unroll
   for (int i = 0; i < kOfLane<kBlocks>; ++i) {
     if (lane + 32 * i < size) v[i] = __fmul_rn(__fmul_rn(v[i], inverse), weight[lane + 32 * i]);

@@ -1,6 +1,9 @@
 // 16 positions of the cache, a warp's at a time: their scores with up to 8 query heads, and these heads' weighted sums
 // of the values, on tensor cores.
 //
+// Keys, then values, of a tile come through slots of shared memory, a ring of them for each warp. Pieces of 16 bytes
+// lie in a row in an order of the row's own, so that what a warp reads at once lies in different banks.
+//
 // mma.sync has positions as the 16 rows and heads as the 8 columns of scores; channels as the 16 rows and heads as the
 // 8 columns of sums. A lane, group g = lane / 4 and member t = lane % 4, reads 8 consecutive channels at a time:
 //   keys     of positions g and g + 8, channels 32 * c + 8 * t on;
@@ -21,6 +24,10 @@ constexpr int kFloat8Bias = 8;  // e4m3 in the bits of fp16 stands for 2^-8 of i
 // The type of the operands of products: a cache in 8 bits is widened to fp16, which has all of its values.
 template <class T, CacheType kCache>
 using Operand = std::conditional_t<kCache == CacheType::kFloat, T, __half>;
+
+// Elements from one query to the next in shared memory: rows in different banks.
+template <int kBlocks>
+constexpr int kQueryPitch = kBlocks * kBlockChannels + 8;
 
 // 8 elements as the cache has them.
 template <CacheType kCache>
@@ -70,142 +77,146 @@ __device__ inline uint32_t pack(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(pair);
 }
 
-// The factor that rescales a partial softmax to a common highest score. It is 0 for one over no positions, whose
-// highest score is -inf: exp2f(-inf - -inf) would be NaN.
-__device__ inline float rescale(float highest, float common) {
-  return highest == -INFINITY ? 0.0F : exp2f(highest - common);
+// 2^x and log2(x) in one instruction each; denormal numbers count as zero.
+__device__ inline float power_of_two(float x) {
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+}
+__device__ inline float logarithm(float x) {
+  float out;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
 }
 
+// The highest score of no positions: below every other, but finite, so that differences of two are numbers.
+constexpr float kLowest = -1e30F;
+
+// Where a warp's keys or values of a tile lie.
 template <class T, CacheType kCache, int kBlocks>
-struct Tile {
-  using M = Operand<T, kCache>;
+struct Slot {
   using Element = Stored<T, kCache>;
-  static constexpr int kPitch = kBlocks * kBlockChannels + 8;  // of a query in shared memory: rows in different banks
+  static constexpr int kRowBytes = kBlocks * kBlockChannels * static_cast<int>(sizeof(Element));
+  static constexpr int kPieces = kRowBytes / 16;
+  static constexpr bool kScaled = kCache != CacheType::kFloat;
+  static constexpr int kBytes = kTile * kRowBytes + (kScaled ? 2 * kTile * 4 : 0);
 
-  Word<kCache> key[2 * kBlocks][2] = {};
-  Word<kCache> value[kBlocks][4] = {};
-  float key_scale[2] = {1.0F, 1.0F};
-  float value_scale[2] = {1.0F, 1.0F};
+  char* data;
 
-  __device__ static int group() { return static_cast<int>(threadIdx.x) % 32 / 4; }
-  __device__ static int member() { return static_cast<int>(threadIdx.x) % 4; }
-  __device__ static int value_position(int j) { return 2 * member() + j % 2 + j / 2 * 8; }
+  __device__ static int lane() { return static_cast<int>(threadIdx.x & 31); }
+  __device__ static int group() { return static_cast<int>(threadIdx.x >> 2 & 7); }
+  __device__ static int member() { return static_cast<int>(threadIdx.x & 3); }
+  __device__ char* piece(int row, int index) const {
+    const int order = ((row & 1) << 2 ^ (row & 6)) & (kPieces - 1);
+    return data + row * kRowBytes + ((index ^ order) << 4);
+  }
+  // 8 channels.
+  __device__ uint4 read(int row, int channel) const {
+    const int byte = channel * static_cast<int>(sizeof(Element));
+    return widen<kCache>(*reinterpret_cast<const Word<kCache>*>(piece(row, byte >> 4) + (byte & 15)));
+  }
+  // Of keys beside the keys: their scales, then those of the values.
+  __device__ float* scales() const { return reinterpret_cast<float*>(data + kTile * kRowBytes); }
 
-  // Of the tile at `position` what earlier steps have left in the cache, positions first to newest - 1, whose row 0 is
-  // `row` of the cache.
-  __device__ void load_keys(const HeadsArgs& args, int64_t row, int position, int first, int newest) {
-    const auto* const keys = static_cast<const Element*>(args.keys);
+  // Starts to copy positions position to position + 15 of keys or values, of which first to newest - 1 are there, whose
+  // row 0 is `row` of the cache; others become zero.
+  __device__ void copy(const HeadsArgs& args, bool values, int64_t row, int position, int first, int newest) const {
+    constexpr int kRows = 32 / kPieces;  // at once
+    const int bytes = args.head_size * static_cast<int>(sizeof(Element));
+    const int at = lane() & (kPieces - 1);
+    int r = static_cast<int>((threadIdx.x & 31) / kPieces);
+    const auto* from =
+        static_cast<const char*>(values ? args.values : args.keys) + (row + position + r) * bytes + at * 16;
+    const bool inside = at * 16 < bytes;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int p = position + group() + 8 * j;
-      const bool there = p >= first && p < newest;
-#pragma unroll
-      for (int c = 0; c < 2 * kBlocks; ++c) {
-        const int channel = 32 * c + 8 * member();
-        key[c][j] = Word<kCache>{};
-        if (there && channel < args.head_size) {
-          key[c][j] = *reinterpret_cast<const Word<kCache>*>(keys + (row + p) * args.head_size + channel);
-        }
-      }
-      if constexpr (kCache != CacheType::kFloat) {
-        key_scale[j] = there ? args.key_scales[row + p] : 1.0F;
-        value_scale[j] = there ? args.value_scales[row + p] : 1.0F;
-      }
+    for (int i = 0; i < kTile / kRows; ++i) {
+      const int p = position + r;
+      copy_async_or_zero(piece(r, at), from, inside && p >= first && p < newest ? 16 : 0);
+      from += kRows * bytes;
+      r += kRows;
     }
+    if (!kScaled || values) return;
+    const int p = position + (lane() & (kTile - 1));
+    const bool there = p >= first && p < newest;
+    const float* const of = lane() < kTile ? args.key_scales : args.value_scales;
+    copy_async_four(scales() + lane(), of + (there ? row + p : 0), there);
   }
 
-  __device__ void load_values(const HeadsArgs& args, int64_t row, int position, int first, int newest) {
-    const auto* const values = static_cast<const Element*>(args.values);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int p = position + value_position(j);
-      const bool there = p >= first && p < newest;
-#pragma unroll
-      for (int c = 0; c < kBlocks; ++c) {
-        const int channel = 64 * c + 8 * group();
-        value[c][j] = Word<kCache>{};
-        if (there && channel < args.head_size) {
-          value[c][j] = *reinterpret_cast<const Word<kCache>*>(values + (row + p) * args.head_size + channel);
-        }
-      }
+  // A row that is in shared memory already, and its scales.
+  __device__ void replace(int r, const Element* from, const float* new_scales) const {
+    if (lane() < kPieces) {
+      *reinterpret_cast<uint4*>(piece(r, lane())) = reinterpret_cast<const uint4*>(from)[lane()];
     }
-  }
-
-  // Position `at` of the tile is the new token's: its key and value, zeros behind their ends, and their scales.
-  __device__ void replace(int at, const Element* new_key, const Element* new_value, const float* scales) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      if (group() + 8 * j != at) continue;
-#pragma unroll
-      for (int c = 0; c < 2 * kBlocks; ++c) {
-        key[c][j] = *reinterpret_cast<const Word<kCache>*>(new_key + 32 * c + 8 * member());
-      }
-      key_scale[j] = scales[0];
-      value_scale[j] = scales[1];
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (value_position(j) != at) continue;
-#pragma unroll
-      for (int c = 0; c < kBlocks; ++c) {
-        value[c][j] = *reinterpret_cast<const Word<kCache>*>(new_value + 64 * c + 8 * group());
-      }
-    }
-  }
-
-  // Element i: the product of position group() + i / 2 * 8 with head 2 * member() + i % 2. queries: kMostHeads rows of
-  // kPitch.
-  __device__ void multiply_keys(const M* queries, float (&products)[4]) const {
-#pragma unroll
-    for (int c = 0; c < 2 * kBlocks; ++c) {
-      const uint4 query = *reinterpret_cast<const uint4*>(queries + group() * kPitch + 32 * c + 8 * member());
-      mma_quads<M>(widen<kCache>(key[c][0]), widen<kCache>(key[c][1]), query, products);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (kCache != CacheType::kFloat) products[i] *= key_scale[i / 2];
-      if constexpr (kCache == CacheType::kFloat8) products[i] *= 1 << kFloat8Bias;
-    }
-  }
-
-  // sums[c][r][i] += weights * values: of channel 64 * c + 8 * group() + 2 * r + i / 2 and head 2 * member() + i % 2.
-  // weights: as multiply_keys() has its products.
-  __device__ void add_values(const float (&weights)[4], float (&sums)[kBlocks][4][4]) const {
-    const uint32_t low = transpose(pack<M>(weights[0], weights[1]));
-    const uint32_t high = transpose(pack<M>(weights[2], weights[3]));
-#pragma unroll
-    for (int c = 0; c < kBlocks; ++c) {
-      uint4 wide[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) wide[j] = widen<kCache>(value[c][j]);
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const auto of = [&](int j) { return r == 0 ? wide[j].x : r == 1 ? wide[j].y : r == 2 ? wide[j].z : wide[j].w; };
-        const uint32_t a[4] = {__byte_perm(of(0), of(1), 0x5410), __byte_perm(of(0), of(1), 0x7632),
-                               __byte_perm(of(2), of(3), 0x5410), __byte_perm(of(2), of(3), 0x7632)};
-        mma_half<M>(a, low, high, sums[c][r]);
-      }
-    }
+    if (kScaled && new_scales != nullptr && lane() < 2) scales()[lane() * kTile + r] = new_scales[lane()];
+    __syncwarp();
   }
 };
+
+// Products of queries and keys. Element i: of position group() + i / 2 * 8 with head 2 * member() + i % 2.
+template <class T, CacheType kCache, int kBlocks>
+__device__ inline void multiply_keys(const Slot<T, kCache, kBlocks>& keys, const Operand<T, kCache>* queries,
+                                     float (&products)[4]) {
+  const int group = keys.group();
+  const int member = keys.member();
+#pragma unroll
+  for (int c = 0; c < 2 * kBlocks; ++c) {
+    const int channel = 32 * c + 8 * member;
+    const uint4 query = *reinterpret_cast<const uint4*>(queries + group * kQueryPitch<kBlocks> + channel);
+    mma_quads<Operand<T, kCache>>(keys.read(group, channel), keys.read(group + 8, channel), query, products);
+  }
+  if constexpr (kCache != CacheType::kFloat) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      products[i] *= keys.scales()[group + i / 2 * 8] * (kCache == CacheType::kFloat8 ? 1 << kFloat8Bias : 1);
+    }
+  }
+}
+
+// sums[c][r][i] += weights * values: of channel 64 * c + 8 * group() + 2 * r + i / 2 and head 2 * member() + i % 2.
+// weights: as multiply_keys() has its products.
+template <class T, CacheType kCache, int kBlocks>
+__device__ inline void add_values(const Slot<T, kCache, kBlocks>& values, const float (&weights)[4],
+                                  float (&sums)[kBlocks][4][4]) {
+  using M = Operand<T, kCache>;
+  const uint32_t low = transpose(pack<M>(weights[0], weights[1]));
+  const uint32_t high = transpose(pack<M>(weights[2], weights[3]));
+#pragma unroll
+  for (int c = 0; c < kBlocks; ++c) {
+    uint4 wide[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      wide[j] = values.read(2 * values.member() + j % 2 + j / 2 * 8, 64 * c + 8 * values.group());
+    }
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const auto of = [&](int j) { return r == 0 ? wide[j].x : r == 1 ? wide[j].y : r == 2 ? wide[j].z : wide[j].w; };
+      const uint32_t a[4] = {__byte_perm(of(0), of(1), 0x5410), __byte_perm(of(0), of(1), 0x7632),
+                             __byte_perm(of(2), of(3), 0x5410), __byte_perm(of(2), of(3), 0x7632)};
+      mma_half<M>(a, low, high, sums[c][r]);
+    }
+  }
+}
 
 // The softmax over the positions that a warp has seen, of heads 2 * member() and the one behind it, in powers of two:
 // the highest score (a value's scale counted), this lane's sum of the weights 2^(score - highest), and the sums of the
 // values, each times its weight.
 template <class T, CacheType kCache, int kBlocks>
 struct Softmax {
-  float highest[2] = {-INFINITY, -INFINITY};
+  float highest[2] = {kLowest, kLowest};
   float weight[2] = {};
   float sums[kBlocks][4][4] = {};
 
-  // scores: as Tile::multiply_keys() has its products; -inf for positions that are not seen.
-  __device__ void take(const Tile<T, kCache, kBlocks>& tile, const float (&scores)[4]) {
+  // scores: as multiply_keys() has its products; -inf for positions that are not seen. They become the weights of the
+  // values.
+  __device__ void weigh(const Slot<T, kCache, kBlocks>& keys, float (&scores)[4]) {
     float of_scale[2] = {};  // a value's scale, as a power of two: the weights that meet the values are then at most 1
     if constexpr (kCache != CacheType::kFloat) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) of_scale[j] = log2f(tile.value_scale[j]);
+      for (int j = 0; j < 2; ++j) {
+        of_scale[j] =
+            logarithm(keys.scales()[kTile + keys.group() + 8 * j]) + (kCache == CacheType::kFloat8 ? kFloat8Bias : 0);
+      }
     }
-    float weights[4];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float most = fmaxf(scores[h] + of_scale[0], scores[2 + h] + of_scale[1]);
@@ -213,14 +224,13 @@ struct Softmax {
       for (int offset = 16; offset >= 4; offset /= 2) most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, offset));
       const float before = highest[h];
       highest[h] = fmaxf(before, most);
-      const float factor = rescale(before, highest[h]);
+      const float factor = power_of_two(before - highest[h]);
       weight[h] *= factor;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float score = scores[2 * j + h];
-        const bool seen = score != -INFINITY;
-        weight[h] += seen ? exp2f(score - highest[h]) : 0.0F;
-        weights[2 * j + h] = seen ? exp2f(score + of_scale[j] - highest[h]) : 0.0F;
+        const float score = scores[2 * j + h] - highest[h];
+        weight[h] += power_of_two(score);
+        scores[2 * j + h] = power_of_two(score + of_scale[j]);
       }
 #pragma unroll
       for (int c = 0; c < kBlocks; ++c) {
@@ -231,7 +241,6 @@ struct Softmax {
         }
       }
     }
-    tile.add_values(weights, sums);
   }
 
   // The weights of all lanes.

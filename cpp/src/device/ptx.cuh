@@ -34,6 +34,14 @@ __device__ inline void copy_async_or_zero(void* to, const void* from, int bytes)
                : "memory");
 }
 
+// 4 bytes if `copies`, else zero.
+__device__ inline void copy_async_four(void* to, const void* from, bool copies) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+               :
+               : "r"(shared_address(to)), "l"(from), "r"(copies ? 4 : 0)
+               : "memory");
+}
+
 // Ends a group of this thread's copies.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

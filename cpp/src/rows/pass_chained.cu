@@ -3,6 +3,8 @@
 // results that nobody reads.
 #include "rows/pass_chained.h"
 
+#include <cooperative_groups.h>
+
 #include "device/launch.h"
 #include "rows/pass.cuh"
 
@@ -58,6 +60,78 @@ __global__ void __launch_bounds__(kThreads) few_rows_kernel(const __grid_constan
   }
 }
 
+// Activations, whose rows are long: a cluster of blocks a row, which agree on its scale.
+constexpr int kClusterBlocks = 8;
+constexpr int kClusterThreads = kClusterBlocks * kThreads;
+constexpr int kClusterPacks = 2;  // of a thread, at most
+
+// The largest of the cluster's blocks' maxima, as row_max() has them. All blocks have arrived at its barrier before.
+__device__ float cluster_max(float of_block, int block) {
+  __shared__ uint32_t maxima[kClusterBlocks];
+  const auto cluster = cooperative_groups::this_cluster();
+  cluster.barrier_wait();
+  if (threadIdx.x < kClusterBlocks) *cluster.map_shared_rank(maxima + block, threadIdx.x) = __float_as_uint(of_block);
+  cluster.sync();
+  uint32_t most = 0;
+#pragma unroll
+  for (const uint32_t one : maxima) most = max(most, one);
+  return __uint_as_float(most);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) few_activated_kernel(const __grid_constant__ RowPassArgs args) {
+  __shared__ uint32_t of_warp[kThreads / 32];
+  const int block = static_cast<int>(blockIdx.y);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int first = block * kThreads + thread;
+  const int cols = static_cast<int>(args.cols);
+  const int64_t row = blockIdx.x;
+  launch_dependents();
+  cooperative_groups::this_cluster().barrier_arrive();
+  float inverse = given_inverse(args);
+  wait_for_predecessors();
+  const Source<T, RowOp::kActivate, true> source(args, row);
+  Pack<T> packs[kClusterPacks];
+  Largest<T> largest;
+#pragma unroll
+  for (int i = 0; i < kClusterPacks; ++i) {
+    const int index = first + i * kClusterThreads;
+    if (index * kPack >= cols) continue;
+    packs[i] = source(index);
+    largest.take(packs[i]);
+  }
+  if (args.scales != nullptr) {
+    const float scale = scale_of(cluster_max(row_max<kThreads>(largest.value(), thread, of_warp), block));
+    if (first == 0) args.scales[row] = scale;
+    inverse = reciprocal(scale);
+  } else {
+    cooperative_groups::this_cluster().barrier_wait();
+  }
+#pragma unroll
+  for (int i = 0; i < kClusterPacks; ++i) {
+    const int index = first + i * kClusterThreads;
+    if (index * kPack >= cols) continue;
+    if (args.y != nullptr) {
+      store<true>(static_cast<T*>(args.y) + row * args.cols, index, cols, packs[i]);
+    } else {
+      Pack<int8_t> out;
+      round_to(widen(packs[i]).values, -127, inverse, out.values);
+      store<true>(args.q + row * args.cols, index, cols, out);
+    }
+  }
+}
+
+bool run_few_activated(const RowPassArgs& args, cudaStream_t stream) {
+  if (args.cols > kClusterPacks * kClusterThreads * kPack || args.q_group != 0) return false;
+  RowPassArgs kernel_args = args;
+  const void* kernel = args.type == DType::kFloat16
+                           ? reinterpret_cast<const void*>(few_activated_kernel<__half>)
+                           : reinterpret_cast<const void*>(few_activated_kernel<__nv_bfloat16>);
+  launch_kernel("few_activated", kernel, dim3(static_cast<unsigned>(args.rows), kClusterBlocks), dim3(kThreads), 0,
+                dim3(1, kClusterBlocks), true, &kernel_args, stream);
+  return true;
+}
+
 template <RowOp kOp>
 const void* kernel_for(DType type) {
   return type == DType::kFloat16 ? reinterpret_cast<const void*>(few_rows_kernel<__half, kOp>)
@@ -70,7 +144,8 @@ bool run_few(const RowPassArgs& args, cudaStream_t stream) {
   const bool norm = args.norm != Norm::kNone;
   const int packs = norm ? kPacksOf<RowOp::kNorm> : kPacksOf<RowOp::kCopy>;
   const int shared = affine_bytes(args) + 2 * static_cast<int>(args.cols);
-  if (args.rows > kMostRows || args.activation != Activation::kNone || args.type == DType::kFloat32) return false;
+  if (args.rows > kMostRows || args.type == DType::kFloat32) return false;
+  if (args.activation != Activation::kNone) return run_few_activated(args, stream);
   if (args.cols > packs * kThreads * kPack || shared > kMostShared) return false;
   RowPassArgs kernel_args = args;
   const void* kernel = norm ? kernel_for<RowOp::kNorm>(args.type) : kernel_for<RowOp::kCopy>(args.type);

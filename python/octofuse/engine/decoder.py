@@ -56,7 +56,7 @@ class Decoder:
         self.norm = self.architecture.norm(model.get_submodule(names.last_norm))
         blocks: Any = model.get_submodule(names.blocks)
         self.blocks = [parts_of(block, self.architecture, joins=True) for block in blocks]
-        self.fused = decode.serves(self.device, self.dtype, self.heads[0].size, self.width)
+        self.fused = decode.serves(self.device, self.dtype, self.heads[0].size, self.width, cache is not None)
         self.streams_head = decode.takes_logits(self.device, self.dtype, self.width)
         self.described, self._tensors = _described(model), [*model.parameters(), *model.buffers()]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -61,12 +62,22 @@ class FloatingLinear:
         activate = activation_named(activation)
         if not x.is_floating_point():
             raise TypeError(f"x: expected floating point, got dtype {x.dtype}")
-        y = activate(self.multiply(in_floating_point(x, norm, gate)))
-        if residual is not None:
-            if residual.shape != y.shape:
-                raise ValueError(f"residual: expected shape {list(y.shape)}, got {list(residual.shape)}")
-            y = (y + residual).to(y.dtype)
+        x = in_floating_point(x, norm, gate)
+        if residual is not None and self.adds(x, residual, activation):
+            y = torch.addmm(residual, x, self.weight.t())
+        else:
+            y = activate(self.multiply(x))
+            if residual is not None:
+                if residual.shape != y.shape:
+                    raise ValueError(f"residual: expected shape {list(y.shape)}, got {list(residual.shape)}")
+                y = (y + residual).to(y.dtype)
         return y if out_scale is None else quantize_per_tensor(y, out_scale)
+
+    def adds(self, x: Tensor, residual: Tensor, activation: Activation | None) -> bool:
+        """Whether the product itself can add the residual."""
+        if self.bias is not None or activation is not None or x.dim() != 2 or not hasattr(self, "weight"):
+            return False
+        return residual.dtype == x.dtype and residual.shape == (x.shape[0], self.weight.shape[0])
 
 
 Fused = Int8Linear | PackedLinear | FloatingLinear

@@ -130,7 +130,7 @@ class Int8Linear(nn.Module):
         scale: Scale | None = self.input_scale
         if gate is not None:
             check_one_in_front(norm, gate)
-            x, scale = gated_activation_quantize(x, gate, scale=scale)
+            x, scale = gated_activation_quantize(x, gate, scale=scale, constants=True)
         return quantized_linear(
             x, self.weight, self.weight_scale, self.bias, x_scale=scale, activation=activation, residual=residual,
             out_dtype=out_dtype, out_scale=out_scale, constant_weight=True, **in_front(norm),

@@ -40,15 +40,17 @@ class Norm(NamedTuple):
         kind = "layer_norm" if layer else "rms_norm"
         return cls(kind, None if weight is None else weight.detach(), None if bias is None else bias.detach(), eps)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *, constants: bool = False) -> Tensor:
         """The norm of x, floating point `[..., K]`, in its dtype; the same bits on every device.
+
+        constants: nothing in flight writes its tensors (`ops.layer_norm`).
 
         Raises TypeError or ValueError for an unknown kind, int8 x and other shapes.
         """
         if self.kind == "rms_norm":
-            return ops.rms_norm(x, self.weight, self.eps)
+            return ops.rms_norm(x, self.weight, self.eps, constants=constants)
         if self.kind == "layer_norm":
-            return ops.layer_norm(x, self.weight, self.bias, self.eps)
+            return ops.layer_norm(x, self.weight, self.bias, self.eps, constants=constants)
         raise ValueError(f"norm: expected kind 'layer_norm' or 'rms_norm', got {self.kind!r}")
 
     def options(self) -> dict[str, Any]:
@@ -68,12 +70,12 @@ def check_one_in_front(norm: Norm | None, gate: str | None) -> None:
 
 
 def in_floating_point(x: Tensor, norm: Norm | None, gate: Activation | None) -> Tensor:
-    """What stands in front of a linear, as an op of its own."""
+    """What stands in front of a linear, as an op of its own. Its tensors must not change under a call."""
     check_is_norm(norm)
     check_one_in_front(norm, gate)
     if gate is not None:
-        return ops.gated_activation(x, gate)
-    return x if norm is None else norm(x)
+        return ops.gated_activation(x, gate, constants=True)
+    return x if norm is None else norm(x, constants=True)
 
 
 def in_front(norm: Norm | None) -> dict[str, Any]:

@@ -91,6 +91,7 @@ class RowsCall(NamedTuple):
     activation: str | None
     quantize: bool
     scale: Scale | None
+    constants: bool
 
 
 class AttendCall(NamedTuple):

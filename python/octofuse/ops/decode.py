@@ -85,8 +85,10 @@ def _by_parts(call: RowLinearCall) -> Tensor:
     return gemm.linear(LinearCall(x, call.w, scale, call.w_scale, *epilogue, "auto", None, None, call.constant_weight))
 
 
-def serves(device: torch.device, dtype: torch.dtype, head_size: int, width: int) -> bool:
-    """Whether `attend`, `append`, `embed` and `argmax` take such a model."""
+def serves(device: torch.device, dtype: torch.dtype, head_size: int, width: int, eight_bits: bool = False) -> bool:
+    """Whether `attend`, `append`, `embed` and `argmax` take such a model; eight_bits: of the cache."""
+    if eight_bits and head_size % 16 != 0:
+        return False
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or width % 8 != 0:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0) and head_size % 8 == 0 and head_size <= 256

@@ -18,13 +18,22 @@ from octofuse.ops._calls import LowbitCall, RowLinearCall, RowsCall, Scale, run
 from octofuse.ops.activations import Activation
 
 
-def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    constants: bool = False,
+) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension (Ba, Kiros and Hinton, 2016).
 
     Args:
         x: fp16, bf16 or fp32 `[..., K]`, dense in K.
         weight, bias: `[K]` in x's dtype or fp32, or None.
         eps: at least 0.
+        constants: nothing in flight on the stream writes weight or bias: in a captured graph they may be read before
+            earlier kernels have finished.
 
     Returns:
         `[..., K]` in x's dtype, computed in fp32.
@@ -36,10 +45,10 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         >>> octofuse.layer_norm(torch.tensor([[1.0, 3.0]]), eps=0.0)
         tensor([[-1.,  1.]])
     """
-    return _call("layer_norm", x, None, weight, bias, eps)[0]
+    return _call("layer_norm", x, None, weight, bias, eps, constants=constants)[0]
 
 
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, constants: bool = False) -> Tensor:
     """x / sqrt(mean of squares + eps) * weight over the last dimension (Zhang and Sennrich, 2019).
 
     Arguments, result and errors are those of `layer_norm`, without a bias.
@@ -48,7 +57,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
         >>> octofuse.rms_norm(torch.tensor([[3.0, 3.0, 3.0]]), eps=0.0)
         tensor([[1., 1., 1.]])
     """
-    return _call("rms_norm", x, None, weight, None, eps)[0]
+    return _call("rms_norm", x, None, weight, None, eps, constants=constants)[0]
 
 
 def add_layer_norm(
@@ -103,16 +112,17 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return _call("activation", x, activation=activation)[0]
 
 
-def gated_activation(x: Tensor, activation: Activation = "silu") -> Tensor:
+def gated_activation(x: Tensor, activation: Activation = "silu", *, constants: bool = False) -> Tensor:
     """activate(gates) * values of x `[..., 2K]`, gates first: the middle of a gated feed-forward (Shazeer, 2020).
 
-    Arguments and errors are those of `activate`. Returns `[..., K]`, each of the two steps rounded to x's dtype.
+    Arguments and errors are those of `activate`; constants: as in `layer_norm`. Returns `[..., K]`, each of the two steps
+    rounded to x's dtype.
 
     Examples:
         >>> octofuse.gated_activation(torch.tensor([[2.0, -1.0, 10.0, 10.0]]), "relu")
         tensor([[20.,  0.]])
     """
-    return _call("gated_activation", x, activation=activation)[0]
+    return _call("gated_activation", x, activation=activation, constants=constants)[0]
 
 
 def layer_norm_quantize(
@@ -202,15 +212,17 @@ def activate_quantize(x: Tensor, activation: Activation, *, scale: Scale | None 
 
 
 def gated_activation_quantize(
-    x: Tensor, activation: Activation = "silu", *, scale: Scale | None = None
+    x: Tensor, activation: Activation = "silu", *, scale: Scale | None = None, constants: bool = False
 ) -> tuple[Tensor, Scale]:
     """`gated_activation`, quantised in the same pass -> int8 `[..., K]`, and its scale as in `layer_norm_quantize`.
+
+    constants: as in `layer_norm`, of a scale that is given.
 
     Examples:
         >>> octofuse.gated_activation_quantize(torch.tensor([[2.0, 3.0]]), "relu", scale=1.0)
         (tensor([[6]], dtype=torch.int8), 1.0)
     """
-    q, used = _quantized("gated_activation", x, activation=activation, scale=scale)
+    q, used = _quantized("gated_activation", x, activation=activation, scale=scale, constants=constants)
     return q, used
 
 
@@ -230,8 +242,9 @@ def _call(
     activation: str | None = None,
     quantize: bool = False,
     scale: Scale | None = None,
+    constants: bool = False,
 ) -> list[Tensor]:
-    call = RowsCall(x, op, residual, weight, bias, eps, activation, quantize, scale)
+    call = RowsCall(x, op, residual, weight, bias, eps, activation, quantize, scale, constants)
     results: list[Tensor] = run("rows", op, call, _rows)
     return results
 
@@ -252,9 +265,8 @@ def check_norm(norm: str | None, weight: Tensor | None, bias: Tensor | None) -> 
 
 def normed(call: LowbitCall | RowLinearCall) -> Tensor:
     """The norm in front of a linear, as an op of its own."""
-    return _rows(RowsCall(call.x, str(call.norm), None, call.norm_weight, call.norm_bias, call.eps, None, False, None))[
-        0
-    ]
+    affine = (call.norm_weight, call.norm_bias, call.eps)
+    return _rows(RowsCall(call.x, str(call.norm), None, *affine, None, False, None, call.constant_weight))[0]
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {"rows": _rows}
