@@ -1,9 +1,9 @@
 """Decoders of real shapes, random weights: tokens/s of one sequence, of batches, long prompts and contexts.
 
 The floor is the bytes that a step has to read, weights and cache, over this card's bandwidth for copies. Engines:
-transformers with its growing cache, and with a static cache and torch.compile, in fp16; octofuse.Generator in fp16 (the same
-graphs and attention, torch's linears), and with every scheme. Names of models and engines may be chosen:
-OCTOFUSE_DECODE_MODELS, OCTOFUSE_DECODE_ENGINES, OCTOFUSE_DECODE_PARTS (comma-separated).
+transformers with its growing cache, and with a static cache and torch.compile, in fp16; octofuse.Generator in fp16 (the
+same graphs and attention, torch's linears), and with every scheme. What is measured may be chosen: OCTOFUSE_DECODE_MODELS
+(of SHAPES, or folders), OCTOFUSE_DECODE_PARTS, both comma-separated, and OCTOFUSE_DECODE_ENGINES, by semicolons.
 """
 
 from __future__ import annotations

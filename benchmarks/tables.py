@@ -149,18 +149,18 @@ def decoder_loads() -> str:
     """Batches, prompts and contexts of the 8B model, each beside the same engine in fp16."""
     found = result("h200/decode")
     rows = []
-    for part, column, label in (("batch", "tokens/s", "batch 32, 256 new tokens, tokens/s"),
-                                ("prefill", "ms", "8 prompts of 2,048 tokens, ms")):  # fmt: skip
-        of_part = {row["engine"]: row[column] for row in found[part]}
-        plain = of_part["octofuse fp16"]
+    parts = (("batch", "tokens/s", "batch 32, 256 new tokens"), ("prefill", "ms", "8 prompts of 2,048 tokens"))
+    for part, unit, label in parts:
+        of_part = {row["engine"]: row[unit] for row in found[part]}
         for engine, value in of_part.items():
-            gain = value / plain if column == "tokens/s" else plain / value
-            rows.append((label, engine, thousands(value), f"{gain:.2f}x"))
+            gain = value / of_part["octofuse fp16"]
+            gain = gain if unit == "tokens/s" else 1 / gain
+            rows.append((label, engine, f"{thousands(value)} {unit}", f"{gain:.2f}x"))
     plain = {row["engine"]: row["us"] for row in found["context"] if row["cache"] == "float16"}
     for row in found["context"]:
         engine = f"{row['engine']}, cache in {row['cache']}"
-        label = "a step of 8 sequences behind 32,768 tokens each, us"
-        rows.append((label, engine, thousands(row["us"]), f"{plain[row['engine']] / row['us']:.2f}x"))
+        gain = plain[row["engine"]] / row["us"]
+        rows.append(("a step of 8 behind 32,768 each", engine, f"{row['us'] / 1e3:.1f} ms", f"{gain:.2f}x"))
     return lines(("Llama-3.1-8B", "engine", "", "over fp16 (of the cache)"), rows)
 
 
@@ -215,13 +215,19 @@ def tests() -> str:
     found = result("h200/tests")
     ran, tools = found["tests"], found["sanitizers"]
     rows = [("GPU tests", ran["tests"], f"{ran['passed']} passed, {ran['failures']} failed, {ran['skipped']} skipped")]
-    rows += [(f"compute-sanitizer {name}", tool["cases"], tool["summary"]) for name, tool in tools.items()]
+    rows += [(f"compute-sanitizer {name}", tool["cases"], outcome(tool)) for name, tool in tools.items()]
     return lines(("suite on one H200", "cases", "outcome"), rows)
+
+
+def outcome(tool: dict[str, Any]) -> str:
+    note = tool.get("note")
+    return str(tool["summary"]) if note is None else f"{tool['summary']}; {note}"
 
 
 def versions() -> str:
     found = result("h200/gemm")
-    ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in ("tests", "gemm", "decode", "gpt2", "lowbit")]
+    names = ("tests", "gemm", "decode", "gpt2", "lowbit")
+    ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in names]
     return (
         f"One H200, torch {found['torch']}, driver {found['driver']}, cuBLASLt {found['cublaslt']}. `cpp/` was, for "
         f"each of them: {', '.join(ran)}."

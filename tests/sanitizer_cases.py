@@ -156,7 +156,8 @@ def decode_cases() -> int:
         partials, counters = decode.attend_scratch(3, queries, pairs, size, 300, qkv.device)
         scratch = (partials, torch.zeros(counters.numel(), dtype=torch.int32).cuda())
         extra = {"rotary": torch.randn(300, 16).cuda(), "query_norm": torch.ones(size).cuda(), "window": 140}
-        decode.append(attend_call(qkv.repeat(7, 1), queries, cache, None, scratch, **extra))
+        prompts = torch.randn(3 * 7, (queries + 2 * pairs) * size).to(dtype).cuda()
+        decode.append(attend_call(prompts, queries, cache, None, scratch, **extra))
         out = decode.attend(attend_call(qkv, queries, cache, positions.cuda(), scratch, **extra))
         q = decode.attend(attend_call(qkv, queries, cache, positions.cuda(), scratch, 0.02, **extra))
         assert torch.equal(q.cpu(), reference.quantize(out.cpu(), 0.02))

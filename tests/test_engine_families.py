@@ -20,7 +20,8 @@ from test_models_families import VOCABULARY, small
 ROPE = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LLAMA3 = ROPE | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {kind: (kind, {}) for kind in BLOCKS if BLOCKS[kind].names is not None} | {
+KINDS = [kind for kind, block in BLOCKS.items() if block.names is not None]
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {kind: (kind, {}) for kind in KINDS} | {
     "llama, one pair": ("llama", {"num_key_value_heads": 1}),
     "llama, two pairs": ("llama", {"num_key_value_heads": 2}),
     "llama, eight a group": ("llama", {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 8}),

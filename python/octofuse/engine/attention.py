@@ -122,12 +122,11 @@ class KernelAttention:
     def _call(self, given: Given, positions: Tensor | None, scale: Tensor | None) -> AttendCall:
         q, k, v, pairs, heads, parts, _ = given
         rotary = self.rotary if heads.rotates else None
-        norms, eps = (None, None), 0.0
-        if parts.query_norm is not None and parts.key_norm is not None:
-            norms, eps = (parts.query_norm.weight, parts.key_norm.weight), parts.query_norm.eps
+        norm, other = parts.query_norm, parts.key_norm
         return AttendCall(
-            q, k, v, pairs.keys, pairs.values, pairs.key_scales, pairs.value_scales, rotary, norms[0], norms[1], eps,
-            heads.scaling, heads.window or 0, heads.softcap or 0.0, positions, self.scratch[0], self.scratch[1], scale,
+            q, k, v, pairs.keys, pairs.values, pairs.key_scales, pairs.value_scales, rotary,
+            None if norm is None else norm.weight, None if other is None else other.weight,
+            0.0 if norm is None else norm.eps, heads.scaling, heads.window or 0, heads.softcap or 0.0, positions, self.scratch[0], self.scratch[1], scale,
         )  # fmt: skip
 
     def prefill(self, given: Given, batch: int) -> Tensor:

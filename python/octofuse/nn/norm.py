@@ -21,7 +21,7 @@ class Norm(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module, offset: float = 0.0) -> Norm:
-        """The tensors of a norm over the last dimension, shared: nn.LayerNorm, nn.RMSNorm, or one of transformers' RMSNorms.
+        """The tensors of a norm over the last dimension, shared: nn.LayerNorm, nn.RMSNorm, one of transformers' RMSNorms.
 
         offset: what the module adds to its weight; the sum is then a copy in fp32. Raises TypeError for other modules.
         """
