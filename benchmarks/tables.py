@@ -237,7 +237,8 @@ def versions() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        highlights, schemes, costs, gemm, lowbit, decoders, decoder_loads, gpt2, batches, cpu_avx2, cpu_avx512, llama_cpp, machines, tests, versions,
+        highlights, schemes, costs, gemm, lowbit, decoders, decoder_loads, gpt2, batches, cpu_avx2, cpu_avx512, llama_cpp,
+        machines, tests, versions,
     )
 }  # fmt: skip
 

@@ -255,7 +255,13 @@ def generate(
     max_new_tokens: int,
     *,
     cache: str | None = None,
-    **options: Any,
+    attention_mask: Tensor | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_tokens: Iterable[int] = (),
+    seed: int = 0,
+    on_token: OnToken | None = None,
 ) -> list[list[int]]:
     """New tokens for each prompt: `Generator(model, cache=cache)` called with the other arguments, described there.
 
@@ -267,7 +273,10 @@ def generate(
     if known is None or not unchanged or known[2].decoder.cache_kind != cache:
         generator = Generator(model, cache=cache)
         known = _generators[model] = (*_state_of(model), generator)  # its making exchanges some tensors for views
-    return known[2](prompts, max_new_tokens, **options)
+    return known[2](
+        prompts, max_new_tokens, attention_mask=attention_mask, temperature=temperature, top_k=top_k, top_p=top_p,
+        stop_tokens=stop_tokens, seed=seed, on_token=on_token,
+    )  # fmt: skip
 
 
 def _state_of(model: nn.Module) -> tuple[list[Tensor], list[int]]:

@@ -126,7 +126,8 @@ class KernelAttention:
         return AttendCall(
             q, k, v, pairs.keys, pairs.values, pairs.key_scales, pairs.value_scales, rotary,
             None if norm is None else norm.weight, None if other is None else other.weight,
-            0.0 if norm is None else norm.eps, heads.scaling, heads.window or 0, heads.softcap or 0.0, positions, self.scratch[0], self.scratch[1], scale,
+            0.0 if norm is None else norm.eps, heads.scaling, heads.window or 0, heads.softcap or 0.0, positions,
+            self.scratch[0], self.scratch[1], scale,
         )  # fmt: skip
 
     def prefill(self, given: Given, batch: int) -> Tensor:

@@ -110,7 +110,7 @@ def append(call: AttendCall) -> None:
 
     q `[M, H, D]`, k and v `[M, P, D]`, H a multiple of P: views into one tensor are fine, dense in D.
     keys, values `[B, P, C, D]`: like q, or int8 or uint8 (float8_e4m3fn) with key_scales and value_scales, fp32
-        `[B, P, C]`: then a token's D values share a scale, their largest magnitude / 127 or / 448, and D is a multiple of 16.
+        `[B, P, C]`: then a token's D values share a scale, their largest magnitude / 127 or / 448; D: a multiple of 16.
     rotary: fp32 `[at least C, R]`: cosines and sines of each position's R / 2 angles; channel i < R / 2 turns with
         channel i + R / 2. None: nothing is rotated. query_norm, key_norm: fp32, or like q, `[D]`: weights of RMS norms
         with eps in front of that.
