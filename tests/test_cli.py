@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from helpers import command
+from octofuse.assets import EMBEDDED
+from test_models_families import small
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +140,33 @@ def test_demo(tmp_path) -> None:
     assert "def read_config" not in out
 
 
+@pytest.mark.parametrize("kind", ["llama", "opt", "qwen3"])
+def test_a_folder_of_another_family(kind: str, tmp_path) -> None:
+    """Quantised, continued, evaluated and demonstrated, with the embedded model's tokenizer and random weights."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(EMBEDDED)
+    model = small(kind, vocab_size=len(tokenizer), max_position_embeddings=256)
+    folder, quantised = str(tmp_path / "float"), str(tmp_path / "int8")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    device = ("--device", "cpu")
+    assert command("quantize", folder, "-o", quantised, *device)[0] == 0
+    for source in (folder, quantised):
+        code, out, _ = command("generate", source, "def main(", "--new-tokens", "5", *device)
+        assert code == 0
+        assert out.startswith("def main(")
+    code, out, _ = command("eval", quantised, "--against", folder, "--max-tokens", "600", *device)
+    assert code == 0
+    assert "self_attn.q_proj" in out, "one linear for all three is the engine's alone"
+    few = ("--schemes", "w8a8-dynamic,w4a16-g32", "--new-tokens", "5", "--evaluation-tokens", "600", *device)
+    code, out, _ = command("demo", folder, *few)
+    assert code == 0
+    assert out.count("def read_config(path):") == 3
+
+
 def test_demo_refuses(tmp_path) -> None:
     for words, message in (
+        ([str(tmp_path / "none")], "no such folder"),
         (["--schemes", "w9a16"], "scheme: "),
         (["--plot", str(tmp_path / "x.gif")], "ends in .png or .svg"),
     ):

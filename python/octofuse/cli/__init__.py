@@ -43,6 +43,9 @@ def options(
 
 @app.command()
 def demo(
+    model: Annotated[
+        str, typer.Argument(help="a folder, or a hub name, of a model that octofuse.generate takes")
+    ] = "embedded",
     device: Device = "auto",
     new_tokens: Annotated[int, typer.Option(min=2, help="tokens to generate")] = 48,
     evaluation_tokens: Annotated[int, typer.Option(min=512, help="held-out tokens for the perplexity")] = 24576,
@@ -50,11 +53,11 @@ def demo(
     plot: Annotated[Path | None, typer.Option(help="a new picture, .png or .svg")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="two schemes, fewer tokens, no texts")] = False,
 ) -> None:
-    """Quantise the embedded GPT-2 some ways and compare it with the original: accuracy, size, speed, text."""
+    """Quantise a model (one is embedded) some ways and compare it with the original: accuracy, size, speed, text."""
     with _plain_errors():
         from octofuse.cli.demo import run_demo
 
-        run_demo(console, device, new_tokens, evaluation_tokens, schemes, plot, quick)
+        run_demo(console, model, device, new_tokens, evaluation_tokens, schemes, plot, quick)
 
 
 @app.command()

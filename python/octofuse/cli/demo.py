@@ -32,7 +32,8 @@ from octofuse.cli.common import (
 from octofuse.cli.files import expect_picture
 from octofuse.generate import Generator
 from octofuse.models import fuse_, measure_generation, quantize_, weight_bytes
-from octofuse.nn import Int8Linear, PackedLinear
+from octofuse.models.architecture import architecture_of
+from octofuse.nn import QUANTISED, linear_layers
 from octofuse.ops import cpu
 from octofuse.quant import scheme_named
 
@@ -81,9 +82,9 @@ class Shown:
 
     @property
     def linear_bytes(self) -> int:
-        kinds = (Int8Linear, PackedLinear)
-        linears = [m for m in self.model.modules() if isinstance(m, kinds) or type(m).__name__ == "Conv1D"]
-        return sum(weight_bytes(linear) for linear in linears)
+        plain = linear_layers(self.model).values()
+        quantised = [module for module in self.model.modules() if isinstance(module, QUANTISED)]
+        return sum(weight_bytes(linear) for linear in (*plain, *quantised))
 
     def row(self, new_tokens: int) -> dict[str, str]:
         first, total = median(self.first), median(self.total)
@@ -102,6 +103,7 @@ class Shown:
 
 def run_demo(
     console: Console,
+    model: str,
     device_name: str,
     new_tokens: int,
     max_tokens: int,
@@ -120,11 +122,13 @@ def run_demo(
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     with cpu.Threads(device) as threads:
         limit = min(max_tokens, QUICK_TOKENS) if quick else max_tokens
-        shown, tokens = _make(device, threads, names, limit, new_tokens)
-        _take_turns(shown, threads, new_tokens, 3 if quick else ROUNDS)
+        shown, tokens = _make(model, device, threads, names, limit, new_tokens)
+        _take_turns(model, shown, threads, new_tokens, 3 if quick else ROUNDS)
     parameters = sum(p.numel() for p in shown[0].model.parameters())
 
-    title = f"embedded GPT-2 ({parameters / 1e6:.1f}M parameters) on {where}, batch 1"
+    title = (
+        f"{'embedded GPT-2' if model == 'embedded' else model} ({parameters / 1e6:.1f}M parameters) on {where}, batch 1"
+    )
     table = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("")
     for head in COLUMNS.values():
@@ -146,10 +150,11 @@ def run_demo(
 
 
 def _make(
-    device: torch.device, threads: cpu.Threads, names: Sequence[str], max_tokens: int, new_tokens: int
+    source: str, device: torch.device, threads: cpu.Threads, names: Sequence[str], max_tokens: int, new_tokens: int
 ) -> tuple[list[Shown], int]:
     """The float model and one of each scheme, each with a line on stderr as it begins; and the tokens evaluated."""
-    plain, tokenizer = load_float("embedded", device)
+    plain, tokenizer = load_float(source, device)
+    architecture_of(plain)  # refuses what Generator would, before any work
     tokens = evaluation_tokens(tokenizer)[:max_tokens]
     calibrated = any(scheme_named(name).needs_calibration for name in names)
     batches = calibration_batches(tokenizer, plain) if calibrated else None
@@ -159,19 +164,21 @@ def _make(
         threads.adjust()
         model = plain
         if at > 0:
-            model = fuse_(quantize_(copy.deepcopy(plain), name, batches))
+            model = quantize_(copy.deepcopy(plain), name, batches)
+            if plain.config.model_type == "gpt2":  # for transformers' own loop
+                fuse_(model)
         value = measure_perplexity(model, tokens, f"perplexity of {name}")
         text = generate_text(model, tokenizer, PROMPT, new_tokens, 0.0, 0)
         shown.append(Shown(name, model, Generator(model), value, text))
     return shown, tokens.numel()
 
 
-def _take_turns(shown: list[Shown], threads: cpu.Threads, new_tokens: int, rounds: int) -> None:
+def _take_turns(source: str, shown: list[Shown], threads: cpu.Threads, new_tokens: int, rounds: int) -> None:
     """Times of every model: octofuse.generate to the first token and for all, and transformers token by token.
 
     All models take turns, so that a busy machine meets them alike.
     """
-    prompt = encode(load_tokenizer("embedded"), PROMPT).unsqueeze(0).to(shown[0].generator.decoder.device)
+    prompt = encode(load_tokenizer(source), PROMPT).unsqueeze(0).to(shown[0].generator.decoder.device)
     print("measuring speeds", file=sys.stderr, flush=True)
     for one in shown:  # graphs, caches, threads
         one.generator(prompt, new_tokens)
