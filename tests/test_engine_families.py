@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -211,6 +212,8 @@ def test_weights_lie_in_memory_once(scheme: str | None, tmp_path: Any) -> None:
         ("bloom", {}, "family that is known .gpt2, .*llama.*, got BloomForCausalLM"),
         ("opt", {"do_layer_norm_before": False}, "model: expected do_layer_norm_before=True, got False"),
         ("opt", {"word_embed_proj_dim": 16}, "model: expected embeddings of the model's width"),
+        ("opt", {"_remove_final_layer_norm": True}, "model: expected _remove_final_layer_norm=False, got True"),
+        ("gemma", {"use_bidirectional_attention": True}, "model: expected use_bidirectional_attention=False"),
         ("llama", {"hidden_act": "relu2"}, "model: expected an activation of .*, got relu2"),
         ("llama", {"rope_parameters": ROPE | {"rope_type": "dynamic"}}, "rotary embeddings of kind .*, got dynamic"),
     ],
@@ -221,3 +224,71 @@ def test_other_models_are_refused_by_name(kind: str, settings: dict[str, Any], m
     headless = small("llama", "AutoModel")
     with pytest.raises(ValueError, match="got LlamaModel, which has no lm_head"):
         Generator(headless)
+
+
+STRAYS = {
+    "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"], "final_logit_softcapping": 0.1,
+    "attn_logit_softcapping": 0.1, "query_pre_attn_scalar": 3.0, "no_rope_layers": [0, 1], "logits_scaling": 7.0,
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.4, "use_parallel_residual": True,
+    "hidden_activation": "relu", "use_bidirectional_attention": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_settings_of_other_families_change_nothing(kind: str) -> None:
+    """Configs keep what a conversion has left in them; a family reads its own settings alone, as transformers does."""
+    model = model_of(kind)
+    tokens = tokens_of(2, 20)
+    want = model(tokens).logits[:, 9:]
+    for name, value in STRAYS.items():
+        if name not in BLOCKS[kind].settings:
+            setattr(model.config, name, value)
+    assert (decoded_logits(model, tokens, 10) - want).abs().max() < 1e-4
+
+
+def test_a_model_that_generates_can_still_be_trained() -> None:
+    """Its parameters stay the ones that an optimizer knows, inference mode or not, and old ones leave the memory."""
+    model = model_of("llama").requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    before = weight.detach().clone()
+    with torch.inference_mode():
+        generate(model, PROMPTS, 3)
+    assert model.model.layers[0].self_attn.q_proj.weight is weight
+    model(tokens_of(1, 5)).logits.sum().backward()
+    optimizer.step()
+    assert not torch.equal(weight, before)
+    assert generate(model, PROMPTS, 3) == Generator(model)(PROMPTS, 3)
+    joined = weight.untyped_storage().nbytes()
+    quantize_(model, "w8a8-dynamic", exceptions={"*.q_proj": None}, progress=False)
+    alone = model.model.layers[0].self_attn.q_proj.weight
+    assert alone.untyped_storage().nbytes() == alone.nbytes < joined
+
+
+def test_joined_layers_leave_their_old_memory_at_once() -> None:
+    model = quantize_(model_of("llama"), "w8a8-dynamic", progress=False)
+    old = weakref.ref(model.model.layers[0].self_attn.q_proj.weight)
+    seen: list[bool] = []
+    generate(model, PROMPTS, 2, on_token=lambda *_: seen.append(old() is None))
+    assert seen == [True, True]
+
+
+def test_wrapped_and_scattered_layers_are_refused_by_name() -> None:
+    class Adapter(nn.Linear):
+        pass
+
+    model = model_of("llama")
+    model.model.layers[1].self_attn.v_proj.__class__ = Adapter
+    with pytest.raises(ValueError, match=r"expected model\.layers\.1\.self_attn\.v_proj to be .*, got Adapter"):
+        Generator(model)
+    model = model_of("llama")
+    model.model.layers[1].to("meta")
+    with pytest.raises(ValueError, match="expected all tensors on one device, got them on cpu, meta"):
+        Generator(model)
+
+
+def test_yarn_reaches_as_far_as_it_says() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    model = small("qwen2", rope_parameters=rope)
+    prompt = tokens_of(1, 150)[0].tolist()
+    assert generate(model, [prompt], 3) == [by_transformers(model, prompt, 3)]

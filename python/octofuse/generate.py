@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.engine import Decoder, Draws, Sampling
-from octofuse.models.architecture import decodes
+from octofuse.models.architecture import architecture_of, decodes
 from octofuse.ops import cpu, decode
 
 KEPT = 4  # sessions of a generator, and prompt lengths of a session, whose graphs are kept
@@ -271,6 +271,8 @@ def generate(
     known = _generators.get(model)
     unchanged = known is not None and [*map(id, known[0])] == [*map(id, tensors)] and known[1] == versions
     if known is None or not unchanged or known[2].decoder.cache_kind != cache:
+        del tensors, known  # joined layers leave theirs: they must not stay in memory meanwhile
+        _generators.pop(model, None)
         generator = Generator(model, cache=cache)
         known = _generators[model] = (*_state_of(model), generator)  # its making exchanges some tensors for views
     return known[2](
@@ -298,7 +300,8 @@ def own_text(model: nn.Module, batches: Iterable[Tensor], count: int, *, seed: i
         raise ValueError(f"batches, count: expected [B, T] with T > {START} and at least 1, got {shape} and {count}")
     rows, width = given[0].shape
     source = torch.cat([batch.flatten() for batch in given]).cpu()
-    write = Generator(model) if decodes(model) else partial(_sampled, model)
+    fits = decodes(model) and architecture_of(model).positions >= width
+    write = Generator(model) if fits else partial(_sampled, model)
     firsts = torch.randint(0, source.numel() - START, (count * rows,), generator=torch.Generator().manual_seed(seed))
     starts = [source[at : at + START].tolist() for at in firsts.tolist()]
     found: list[list[int]] = []

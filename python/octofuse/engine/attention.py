@@ -18,7 +18,7 @@ from octofuse.models.parts import Parts
 from octofuse.ops import decode
 from octofuse.ops._calls import AttendCall
 
-SCORES_AT_ONCE = 1 << 28  # elements, where torch has no kernel that keeps them to itself
+SCORES_AT_ONCE = 1 << 25  # elements, where torch has no kernel that keeps them to itself
 
 
 class Given(NamedTuple):

@@ -49,8 +49,9 @@ class Decoder:
         self.position_embeddings = _position_embeddings(model, names.position_embeddings, self.positions)
         self.width = self.token_embeddings.shape[1]
         self.dtype, self.device = self.token_embeddings.dtype, self.token_embeddings.device
-        # As transformers has it: the factor is rounded to the embeddings' dtype.
-        self.multiplier = float(torch.tensor(self.architecture.embedding_multiplier, dtype=self.dtype))
+        self.multiplier = self.architecture.embedding_multiplier
+        if self.architecture.block.scales_embeddings:  # transformers rounds this factor to the embeddings' dtype
+            self.multiplier = float(torch.tensor(self.multiplier, dtype=self.dtype))
         self.rotary = rotary_of(model, self.architecture)
         self.head = fused_layer(model.get_submodule(names.head), transposes=True)
         self.norm = self.architecture.norm(model.get_submodule(names.last_norm))
@@ -145,7 +146,6 @@ class Decoder:
         return x if self.position_embeddings is None else x + self.position_embeddings[positions]
 
     def _logits(self, x: Tensor, cache: Cache) -> Tensor:
-        """In fp32 where they are scaled or capped."""
         found = self._product(x, cache)
         if self.architecture.logits_multiplier != 1.0:
             found = found * self.architecture.logits_multiplier

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from octofuse.models.blocks import BLOCKS, Block, Names
-from octofuse.nn import Norm
+from octofuse.nn import QUANTISED, Norm
+from octofuse.nn.linear import is_conv1d
 from octofuse.ops.activations import Activation
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -29,6 +31,7 @@ _USUAL = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "reorder_and_upcast_attn": False,
+    "_remove_final_layer_norm": False,
 }
 
 
@@ -91,32 +94,41 @@ def architecture_of(model: nn.Module) -> Architecture:
     _check_family(model)
     config: Any = model.config
     block = BLOCKS[_kind_of(model)]
-    kind = "activation_function" if hasattr(config, "activation_function") else "hidden_act"
-    activation = getattr(config, "hidden_activation", None) or getattr(config, kind)
+    read = _reader(config, block)
+    activation = read("hidden_activation") or getattr(config, "activation_function", None) or config.hidden_act
     if activation not in ACTIVATIONS:
         raise ValueError(f"model: expected an activation of {', '.join(ACTIVATIONS)}, got {activation}")
     for name, usual in (_USUAL | dict(block.expects)).items():
         if (got := getattr(config, name, usual)) != usual:
             raise ValueError(f"model: expected {name}={usual}, got {got}")
+    if read("use_bidirectional_attention"):
+        raise ValueError("model: expected use_bidirectional_attention=False, got True")
     if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
         raise ValueError(
             f"model: expected embeddings of the model's width ({config.hidden_size}), got {config.word_embed_proj_dim}"
         )
     if model.training:
         raise ValueError("model: expected a model in eval mode, got one in training (model.eval())")
-    rounded = config.hidden_size**0.5 if block.scales_embeddings else getattr(config, "embedding_multiplier", 1.0)
+    _check_layers(model, block)
     return Architecture(
         block,
-        tuple(_heads_of(config, index) for index in range(config.num_hidden_layers)),
+        tuple(_heads_of(config, block, index) for index in range(config.num_hidden_layers)),
         ACTIVATIONS[activation],
         _positions_of(config),
         config.vocab_size,
-        parallel=bool(getattr(config, "use_parallel_residual", False)),
-        embedding_multiplier=rounded,
-        residual_multiplier=getattr(config, "residual_multiplier", 1.0),
-        logits_multiplier=1.0 / getattr(config, "logits_scaling", 1.0),
-        logits_softcap=getattr(config, "final_logit_softcapping", None),
+        parallel=bool(read("use_parallel_residual")),
+        embedding_multiplier=config.hidden_size**0.5
+        if block.scales_embeddings
+        else read("embedding_multiplier") or 1.0,
+        residual_multiplier=read("residual_multiplier") or 1.0,
+        logits_multiplier=1.0 / (read("logits_scaling") or 1.0),
+        logits_softcap=read("final_logit_softcapping"),
     )
+
+
+def _reader(config: Any, block: Block) -> Callable[[str], Any]:
+    """A setting of the config, None where the family does not read it: configs keep what others of their kin have."""
+    return lambda name: getattr(config, name, None) if name in block.settings else None
 
 
 def rotary_of(model: nn.Module, architecture: Architecture) -> tuple[Tensor, float] | None:
@@ -149,26 +161,40 @@ def _check_family(model: nn.Module) -> None:
     raise ValueError(f"model: expected a causal language model of a family that is known ({known}), got {got}")
 
 
-def _heads_of(config: Any, index: int) -> Heads:
+def _check_layers(model: nn.Module, block: Block) -> None:
+    """The engine multiplies by a layer's tensors: what is wrapped around them, or lies elsewhere, would be lost."""
+    names = block.names
+    assert names is not None
+    blocks: Any = model.get_submodule(names.blocks)
+    for index, one in enumerate(blocks):
+        for name in (*names.qkv, names.projection, *names.up, names.down):
+            layer = one.get_submodule(name)
+            if not (type(layer) is nn.Linear or is_conv1d(layer) or isinstance(layer, QUANTISED)):
+                raise ValueError(
+                    f"model: expected {names.blocks}.{index}.{name} to be an nn.Linear, a Conv1D or a layer that "
+                    f"quantize_ has made, got {type(layer).__name__} (adapters have to be merged first)"
+                )
+    devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1:
+        raise ValueError(f"model: expected all tensors on one device, got them on {', '.join(sorted(devices))}")
+
+
+def _heads_of(config: Any, block: Block, index: int) -> Heads:
+    read = _reader(config, block)
     queries = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // queries
-    scaling = getattr(config, "attention_multiplier", None) or size**-0.5
-    if scalar := getattr(config, "query_pre_attn_scalar", None):
-        scaling = scalar**-0.5
+    scalar = read("query_pre_attn_scalar") or size
     rotary = getattr(config, "rope_parameters", None) is not None
-    rotated_blocks = getattr(config, "no_rope_layers", None)  # 1: this block rotates
-    kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    if kinds is not None and kinds[index] != "sliding_attention":
-        window = None
+    rotated_blocks, kinds = read("no_rope_layers"), read("layer_types")  # 1: this block rotates
+    everywhere = kinds is None or kinds[index] == "sliding_attention"
     return Heads(
         queries,
         getattr(config, "num_key_value_heads", None) or queries,
         size,
-        scaling,
+        read("attention_multiplier") or scalar**-0.5,
         rotates=rotary and (rotated_blocks is None or bool(rotated_blocks[index])),
-        window=window,
-        softcap=getattr(config, "attn_logit_softcapping", None),
+        window=read("sliding_window") if everywhere else None,
+        softcap=read("attn_logit_softcapping"),
     )
 
 
@@ -179,4 +205,7 @@ def _positions_of(config: Any) -> int:
         raise ValueError(f"model: expected rotary embeddings of kind {', '.join(ROTARY)}, got {kind}")
     if kind == "longrope":  # beyond it transformers exchanges the angles of what is in the cache already
         return int(rotary.get("original_max_position_embeddings") or config.original_max_position_embeddings)
-    return int(config.max_position_embeddings)
+    most = int(config.max_position_embeddings)
+    if kind == "yarn" and rotary.get("original_max_position_embeddings"):  # it may be named without raising the other
+        most = max(most, int(rotary["factor"] * rotary["original_max_position_embeddings"]))
+    return most

@@ -56,7 +56,7 @@ class Block:
     norms: each with all that reads it. values: what makes attention's values, alone or behind queries and keys, and the
     linear that reads their sums. offset: what a norm adds to its weight. expects: the settings of the model's config
     with which all this holds. names: of families that the engine runs. experts: a mixture of them. scales_embeddings: by
-    the root of the model's width.
+    the root of the model's width. settings: of the config, those that this family reads and others have by accident.
     """
 
     norms: Mapping[str, tuple[str, ...]]
@@ -66,6 +66,7 @@ class Block:
     names: Names | None = None
     experts: bool = False
     scales_embeddings: bool = False
+    settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ class Source:
     offset: float = 0.0
 
 
+_WINDOWS = ("sliding_window", "layer_types")
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GPT2 = Block(
     {"ln_1": ("attn.c_attn",), "ln_2": ("mlp.c_fc",)},
     ("attn.c_attn", "attn.c_proj"),
@@ -97,6 +100,13 @@ _GEMMA2 = Block(
     _OUT,
     offset=1.0,
     scales_embeddings=True,
+    settings=(
+        *_WINDOWS,
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "query_pre_attn_scalar",
+        "hidden_activation",
+    ),
     names=Names(
         after_attention="post_attention_layernorm",
         feed_forward_norm="pre_feedforward_layernorm",
@@ -128,6 +138,7 @@ BLOCKS = {
             gated=False,
             down="mlp.dense_4h_to_h",
         ),
+        settings=("use_parallel_residual",),
     ),
     "opt": Block(
         {"self_attn_layer_norm": _QKV, "final_layer_norm": ("fc1",)},
@@ -163,25 +174,29 @@ BLOCKS = {
         {"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
         ("self_attn.qkv_proj", "self_attn.o_proj"),
         names=Names(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+        settings=("sliding_window",),
     ),
     "starcoder2": Block(
         {"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.c_fc",)},
         _OUT,
         names=Names(up=("mlp.c_fc",), gated=False, down="mlp.c_proj"),
+        settings=("sliding_window",),
     ),
     "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": replace(_LLAMA, names=Names(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")),
-    "granite": _LLAMA,
-    "smollm3": _LLAMA,
+    "mistral": replace(_LLAMA, settings=("sliding_window",)),
+    "qwen2": replace(_LLAMA, settings=_WINDOWS),
+    "qwen3": replace(
+        _LLAMA, names=Names(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm"), settings=_WINDOWS
+    ),
+    "granite": replace(_LLAMA, settings=_MULTIPLIERS),
+    "smollm3": replace(_LLAMA, settings=(*_WINDOWS, "no_rope_layers")),
     "stablelm": Block(_LLAMA.norms, _OUT, expects={"use_parallel_residual": False}),
     "cohere": Block({"input_layernorm": (*_QKV, *_GATED)}, _OUT),
     "mixtral": _EXPERTS,
     "qwen2_moe": _EXPERTS,
     "qwen3_moe": _EXPERTS,
     "nemotron": Block({"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.up_proj",)}, _OUT, offset=1.0),
-    "gemma": replace(_LLAMA, offset=1.0, scales_embeddings=True),
+    "gemma": replace(_LLAMA, offset=1.0, scales_embeddings=True, settings=("use_bidirectional_attention",)),
     "gemma2": _GEMMA2,
     "gemma3_text": replace(_GEMMA2, names=None),  # which rotates local blocks by other angles
 }

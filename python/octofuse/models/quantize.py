@@ -92,8 +92,18 @@ def quantize_(
         replace_module(model, name, replacement)
     if any(name in built for name in heads):
         model.config.tie_word_embeddings = False  # type: ignore[union-attr]
+    _release_joined(model)
     model.requires_grad_(False)
     return model
+
+
+def _release_joined(model: nn.Module) -> None:
+    """A linear that stays in floating point gets memory of its own where the generator had joined it with others, which
+    are exchanged: it would keep theirs alive."""
+    for layer in linear_layers(model).values():
+        weight: Any = layer.weight
+        if weight.untyped_storage().nbytes() > weight.nbytes:
+            weight.data = weight.data.clone()
 
 
 @dataclass

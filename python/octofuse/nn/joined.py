@@ -27,13 +27,11 @@ def joined(layers: Sequence[nn.Module]) -> nn.Module | None:
         return None
     if type(first) is nn.Linear:
         return _joined_floats(layers)
+    if not isinstance(first, (Int8Linear, PackedLinear)):
+        return None
     if any(layer.scheme.name != first.scheme.name or layer.in_features != first.in_features for layer in layers):  # type: ignore[union-attr]
         return None
-    if isinstance(first, Int8Linear):
-        return _joined_int8(layers)
-    if isinstance(first, PackedLinear):
-        return _joined_packed(layers)
-    return None
+    return _joined_int8(layers) if isinstance(first, Int8Linear) else _joined_packed(layers)
 
 
 def _joined_floats(layers: Sequence[Any]) -> nn.Module | None:
@@ -85,10 +83,16 @@ def _stacked(layers: Sequence[Any], name: str) -> Tensor:
     first: Tensor = tensors[0]
     if _follow_each_other(tensors):
         return first.as_strided((sum(sizes), first.shape[1]), first.stride())
-    whole = torch.cat(tensors)
+    with torch.inference_mode(False), torch.no_grad():  # a tensor of inference mode could never be trained again
+        whole = torch.cat(tensors)
     for layer, tensor in zip(layers, whole.split(sizes), strict=True):
         own = getattr(layer, name)
-        setattr(layer, name, nn.Parameter(tensor, own.requires_grad) if isinstance(own, nn.Parameter) else tensor)
+        if not isinstance(own, nn.Parameter):
+            setattr(layer, name, tensor)
+        elif own.is_inference():
+            setattr(layer, name, nn.Parameter(tensor, own.requires_grad))
+        else:
+            own.data = tensor  # it stays the one that an optimizer knows
     return whole
 
 

@@ -85,13 +85,22 @@ def _by_parts(call: RowLinearCall) -> Tensor:
     return gemm.linear(LinearCall(x, call.w, scale, call.w_scale, *epilogue, "auto", None, None, call.constant_weight))
 
 
+# Bytes of a block of `attend`, whose rings are of one length whatever the device has.
+SHARED_MEMORY = 108 << 10
+SHARED_MEMORY_OF_LARGE_HEADS = 210 << 10
+
+
 def serves(device: torch.device, dtype: torch.dtype, head_size: int, width: int, eight_bits: bool = False) -> bool:
     """Whether `attend`, `append`, `embed` and `argmax` take such a model; eight_bits: of the cache."""
     if eight_bits and head_size % 16 != 0:
         return False
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or width % 8 != 0:
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 0) and head_size % 8 == 0 and head_size <= 256
+    if torch.cuda.get_device_capability(device) < (8, 0) or head_size % 8 != 0 or head_size > 256:
+        return False
+    properties: Any = torch.cuda.get_device_properties(device)
+    room = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return bool(room >= (SHARED_MEMORY if head_size <= 128 else SHARED_MEMORY_OF_LARGE_HEADS))
 
 
 def attend_scratch(
