@@ -64,7 +64,9 @@ def parts_of(block: nn.Module, architecture: Architecture, *, joins: bool = Fals
 def attended(parts: Parts, x: Tensor, attend: Attend, multiplier: float = 1.0) -> Tensor:
     """x + projection(attention(norm(x))), x `[..., width]`; multiplier: of what is added."""
     qkv = tuple(layer.fused(x, norm=parts.attention_norm) for layer in parts.qkv)
-    values = attend(qkv, parts.projection.input_scale)
+    # int8 activations have no dtype of their own: only a residual says which one the output has.
+    alone = parts.after_attention is not None or multiplier != 1.0
+    values = attend(qkv, None if alone else parts.projection.input_scale)
     return _added(x, parts.projection, values, parts.after_attention, multiplier)
 
 
@@ -90,7 +92,5 @@ def _added(x: Tensor, layer: Fused, values: Tensor, norm: Norm | None, multiplie
     if norm is None and multiplier == 1.0:
         return layer.fused(values, residual=x, gate=gate)
     y = layer.fused(values, gate=gate)
-    if y.dtype != x.dtype:  # from int8, in the dtype of a bias
-        y = y.to(x.dtype)
     result: Tensor = x + (y if norm is None else norm(y)) * multiplier
     return result
