@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +121,23 @@ def test_quantized_linear_refuses_by_name() -> None:
     ):
         with pytest.raises(error, match=message):
             octofuse.quantized_linear(*arguments, **given)
+
+
+@pytest.mark.parametrize(
+    ("capability", "memory", "served"),
+    [((9, 0), 232448, (64, 128, 256)), ((8, 0), 166912, (64, 128)), ((8, 9), 101376, ()), ((7, 5), 65536, ())],
+)
+def test_devices_whose_blocks_have_room_for_attention(
+    capability: tuple[int, int], memory: int, served: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(shared_memory_per_block_optin=memory, shared_memory_per_block=49152)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    gpu = torch.device("cuda")
+    assert tuple(size for size in (64, 128, 256) if decode.serves(gpu, torch.float16, size, 64)) == served
+    assert not decode.serves(gpu, torch.float16, 72, 64, eight_bits=True)
+    assert not decode.serves(gpu, torch.float32, 64, 64)
+    assert not decode.serves(torch.device("cpu"), torch.float16, 64, 64)
 
 
 @pytest.mark.gpu
