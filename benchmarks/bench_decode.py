@@ -8,6 +8,7 @@ same graphs and attention, torch's linears), and with every scheme. What is meas
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 from collections.abc import Callable
@@ -15,10 +16,10 @@ from typing import Any
 
 import torch
 
-from bench_gpt2 import budget, median_seconds, session_of, step_time
+from bench_gpt2 import budget, median_seconds, step_time
 from models import build
-from octofuse.engine import Decoder
-from octofuse.generate import Generator
+from octofuse.engine import Decoder, Sampling
+from octofuse.generate import Generator, Session
 
 PROMPT = list(range(11, 19))
 NEW_TOKENS = 128
@@ -53,7 +54,7 @@ PLAN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 def step_bytes(decoder: Decoder, batch: int, context: int) -> int:
     """What a step reads: every linear, and the cache of all sequences."""
-    layers = [layer for parts in decoder.blocks for layer in (*parts.qkv, parts.projection, *parts.up, parts.down)]
+    layers = [layer for parts in decoder.blocks for layer in parts.linears]
     total = 0
     for layer in (*layers, decoder.head):
         tensors = layer.state_dict().values() if hasattr(layer, "state_dict") else (layer.weight,)
@@ -107,11 +108,9 @@ def prefill_row(model: str, engine: str, generator: Generator) -> dict[str, Any]
 
 def context_row(model: str, engine: str, generator: Generator, kind: str | None) -> dict[str, Any]:
     """A step of 8 sequences behind 32,768 tokens each; nothing depends on what these were."""
-    own = Generator.__new__(Generator)
-    decoder = object.__new__(Decoder)
-    vars(decoder).update(vars(generator.decoder) | {"cache_kind": kind})
-    own.decoder, own.sessions = decoder, generator.sessions
-    microseconds = step_time(session_of(own, 8, 32768), 32768)
+    decoder = copy.copy(generator.decoder)
+    decoder.cache_kind = kind
+    microseconds = step_time(Session(decoder, 8, 32768 + 64, Sampling()), 32768)
     floor = step_bytes(decoder, 8, 32768) / bandwidth(decoder.device) * 1e6
     cache = kind or str(decoder.dtype).removeprefix("torch.")
     return {"model": model, "engine": engine, "cache": cache, "us": microseconds, "floor us": floor}

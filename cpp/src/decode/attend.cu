@@ -24,7 +24,7 @@ namespace {
 
 using namespace decode;
 
-// Slots of a warp's ring in shared memory: of a sequence of one split at most two.
+// Slots of a warp's ring in shared memory; a cache of no more than kPass positions needs two.
 template <class T, CacheType kCache, int kBlocks>
 constexpr int kMostSlots = kBlocks == 4 && kCache == CacheType::kFloat ? 3 : 12288 / Slot<T, kCache, kBlocks>::kBytes;
 

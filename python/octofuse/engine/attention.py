@@ -119,8 +119,8 @@ class KernelAttention:
     def __init__(self, rotary: Tensor | None, scratch: tuple[Tensor, Tensor]) -> None:
         self.rotary, self.scratch = rotary, scratch
 
-    def _call(self, given: Given, positions: Tensor | None, scale: Tensor | None) -> AttendCall:
-        q, k, v, pairs, heads, parts, _ = given
+    def _call(self, given: Given, positions: Tensor | None) -> AttendCall:
+        q, k, v, pairs, heads, parts, scale = given
         rotary = self.rotary if heads.rotates else None
         norm, other = parts.query_norm, parts.key_norm
         return AttendCall(
@@ -132,7 +132,7 @@ class KernelAttention:
 
     def prefill(self, given: Given, batch: int) -> Tensor:
         q, k, v, _, heads, _, _ = given
-        decode.append(self._call(given, None, None))
+        decode.append(self._call(given, None))
         length = q.shape[0] // batch
         if heads.softcap is not None:
             q, k, v = (t.unflatten(0, (batch, length)).transpose(1, 2) for t in (q, k, v))
@@ -147,7 +147,7 @@ class KernelAttention:
         return out.reshape(out.shape[0], -1)
 
     def step(self, given: Given, positions: Tensor) -> Tensor:
-        return decode.attend(self._call(given, positions, given.scale))
+        return decode.attend(self._call(given, positions))
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:

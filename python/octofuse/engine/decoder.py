@@ -77,7 +77,7 @@ class Decoder:
     def bytes_of_weights(self) -> int:
         """The model's tensors, and what was copied of them, each byte once however many share it."""
         norms = [norm for parts in self.blocks for norm in parts if isinstance(norm, Norm)]
-        linears = [layer for parts in self.blocks for layer in (*parts.qkv, parts.projection, *parts.up, parts.down)]
+        linears = [layer for parts in self.blocks for layer in parts.linears]
         copies = [tensor for norm in norms for tensor in (norm.weight, norm.bias) if tensor is not None]
         copies += [t for layer in (*linears, self.head) for t in vars(layer).values() if isinstance(t, Tensor)]
         copies += [t for layer in linears if isinstance(layer, nn.Module) for t in layer.state_dict().values()]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from octofuse.models.architecture import Architecture
 from octofuse.nn import Norm, fused_layer, joined
 from octofuse.nn.floating import Fused
+from octofuse.ops.activations import Activation
 
 
 class Parts(NamedTuple):
@@ -29,6 +30,10 @@ class Parts(NamedTuple):
     key_norm: Norm | None
     after_attention: Norm | None
     after_feed_forward: Norm | None
+
+    @property
+    def linears(self) -> tuple[Fused, ...]:
+        return (*self.qkv, self.projection, *self.up, self.down)
 
 
 # (outputs of qkv, the static scale of the layer that reads the result) -> [..., heads * head size]
@@ -76,18 +81,20 @@ def fed_forward(parts: Parts, x: Tensor, source: Tensor, architecture: Architect
 
     Between up and down activations are int8 where down has a static scale and nothing is gated.
     """
-    activation = architecture.activation
-    if not architecture.names.gated:
+    activation, norm = architecture.activation, parts.feed_forward_norm
+    gate = activation if architecture.names.gated else None
+    if gate is None:
         (up,) = parts.up
-        hidden = up.fused(source, norm=parts.feed_forward_norm, activation=activation, out_scale=parts.down.input_scale)
-        return _added(x, parts.down, hidden, parts.after_feed_forward, architecture.residual_multiplier)
-    halves = [layer.fused(source, norm=parts.feed_forward_norm) for layer in parts.up]
-    hidden = halves[0] if len(halves) == 1 else torch.cat(halves, -1)
-    multiplier = architecture.residual_multiplier
-    return _added(x, parts.down, hidden, parts.after_feed_forward, multiplier, gate=activation)
+        hidden = up.fused(source, norm=norm, activation=activation, out_scale=parts.down.input_scale)
+    else:
+        halves = [layer.fused(source, norm=norm) for layer in parts.up]
+        hidden = halves[0] if len(halves) == 1 else torch.cat(halves, -1)
+    return _added(x, parts.down, hidden, parts.after_feed_forward, architecture.residual_multiplier, gate)
 
 
-def _added(x: Tensor, layer: Fused, values: Tensor, norm: Norm | None, multiplier: float, gate: Any = None) -> Tensor:
+def _added(
+    x: Tensor, layer: Fused, values: Tensor, norm: Norm | None, multiplier: float, gate: Activation | None = None
+) -> Tensor:
     """x + layer(values), or x + norm(layer(values)), or of it `multiplier`."""
     if norm is None and multiplier == 1.0:
         return layer.fused(values, residual=x, gate=gate)

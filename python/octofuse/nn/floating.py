@@ -63,7 +63,7 @@ class FloatingLinear:
         if not x.is_floating_point():
             raise TypeError(f"x: expected floating point, got dtype {x.dtype}")
         x = in_floating_point(x, norm, gate)
-        if residual is not None and self.adds(x, residual, activation):
+        if residual is not None and self._adds(x, residual, activation):
             y = torch.addmm(residual, x, self.weight.t())
         else:
             y = activate(self.multiply(x))
@@ -73,7 +73,7 @@ class FloatingLinear:
                 y = (y + residual).to(y.dtype)
         return y if out_scale is None else quantize_per_tensor(y, out_scale)
 
-    def adds(self, x: Tensor, residual: Tensor, activation: Activation | None) -> bool:
+    def _adds(self, x: Tensor, residual: Tensor, activation: Activation | None) -> bool:
         """Whether the product itself can add the residual."""
         if self.bias is not None or activation is not None or x.dim() != 2 or not hasattr(self, "weight"):
             return False
