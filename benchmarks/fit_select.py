@@ -2,10 +2,13 @@
 
     python benchmarks/sweep_gemm.py --out benchmarks/results/h200         # on the GPU: sweep.json
     python benchmarks/sweep_gemm.py --large --out benchmarks/results/h200 # sweep_large.json
+    python benchmarks/sweep_gemm.py --one --out benchmarks/results/h200   # sweep_one.json, in place of their rows for M = 1
+    python benchmarks/sweep_step.py --out benchmarks/results/h200         # sweep_step.json, decoders' steps
     python benchmarks/fit_select.py benchmarks/results/h200/sweep*.json   # anywhere that octofuse is installed
 
 For every kernel it fits the five non-negative numbers of candidates.h's TimeModel, near-best points weighing most, and for
-every swept shape it keeps the kernel that was fastest. Prints how far the models' choices lie from the best.
+every swept shape it keeps the kernel that was fastest, or whose step was, where the fastest alone makes a step longer by
+more than NOISE. Prints how far the models' choices lie from the best.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import numpy as np
 from octofuse import _C
 
 SMS = 132
+NOISE = 1.005  # between two measurements of a step
 HEADER = "// Written by benchmarks/fit_select.py on {device} from {sources}. Microseconds."
 
 
@@ -74,14 +78,27 @@ def report(title: str, ratios: list[float]) -> None:
           f"95th percentile {np.percentile(ratios, 95):.3f}x, worst {max(ratios):.3f}x")  # fmt: skip
 
 
+def fastest(row: dict[str, float] | None, steps: dict[str, float] | None, names: list[str]) -> int:
+    """Index of the kernel that is kept, -1 where nothing was swept."""
+    if not row:
+        return -1
+    alone = min(row, key=row.__getitem__)
+    if steps:
+        in_step = min(steps, key=steps.__getitem__)
+        if steps.get(alone, float("inf")) > NOISE * steps[in_step]:
+            return names.index(in_step)
+    return names.index(alone)
+
+
 def main() -> None:
     sources = [Path(name) for name in sys.argv[1:]]
     records = [json.loads(source.read_text()) for source in sources]
+    steps = {key: row for record in records for key, row in record.get("us a block", {}).items()}
     known = set(_C.candidates())  # a sweep may name kernels that have since gone
     times = {
         tuple(map(int, key.split(","))): {name: t for name, t in row.items() if name in known}
         for record in records
-        for key, row in record["us"].items()
+        for key, row in record.get("us", {}).items()
     }
     models = fit(times)
     names = list(models)
@@ -117,7 +134,7 @@ def main() -> None:
         "constexpr MeasuredShape kMeasured[] = {",
     ]
     for n, k in sorted({mnk[1:] for mnk in times}):
-        best = [names.index(min(row, key=row.get)) if (row := times.get((m, n, k))) else -1 for m in rows]
+        best = [fastest(times.get((m, n, k)), steps.get(f"{m},{n},{k}"), names) for m in rows]
         text.append(f"    {{{n}, {k}, {braces(best)}}},")
     text += ["};", ""]
     target = Path(__file__).resolve().parents[1] / "cpp/src/gemm/measured_h200.inc"

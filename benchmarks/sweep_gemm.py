@@ -1,6 +1,8 @@
 """Times every kernel that could win on many shapes, for fit_select.py: `python benchmarks/sweep_gemm.py --out FOLDER`.
 
 --large: the weights of larger models and their output heads, up to 256 tokens, into sweep_large.json.
+--one: all of these weights for one token, by the skinny kernels, as decoding has it: in captured chains alone, into
+sweep_one.json.
 """
 
 from __future__ import annotations
@@ -38,13 +40,15 @@ def worth_timing(m: int, n: int, k: int) -> list[str]:
     return [name for name, us in found if us < NO_ESTIMATE and not name.startswith("cutlass_sm80")]
 
 
-def time_of(name: str, sets: list[tuple[torch.Tensor, ...]], m: int) -> float:
-    """Microseconds alone; for few tokens, the mean of that and of its share of a captured chain, as in decoding."""
+def time_of(name: str, sets: list[tuple[torch.Tensor, ...]], m: int, chained: bool) -> float:
+    """Microseconds alone; for few tokens, the mean of that and of its share of a captured chain, or that share alone."""
 
     def call(s: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return octofuse.i8f16_linear(*s, engine=name, constant_weight=True)
 
     calls = [lambda s=s: call(s) for s in sets]
+    if chained:
+        return device_time(calls, repeats=4)
     with overlap(False):
         alone = device_time(calls, repeats=4)
     return alone if m > FEW else (alone + device_time(calls, repeats=4)) / 2
@@ -53,24 +57,32 @@ def time_of(name: str, sets: list[tuple[torch.Tensor, ...]], m: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--large", action="store_true")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--large", action="store_true")
+    kind.add_argument("--one", action="store_true")
     args = parser.parse_args()
+    weights = WEIGHTS + LARGE_WEIGHTS if args.one else LARGE_WEIGHTS if args.large else WEIGHTS
+    tokens = (1,) if args.one else LARGE_ROWS if args.large else ROWS
+    name_of_sweep = "sweep_one" if args.one else "sweep_large" if args.large else "sweep"
     times: dict[str, dict[str, float]] = {}
-    for n, k in LARGE_WEIGHTS if args.large else WEIGHTS:
-        for m in LARGE_ROWS if args.large else ROWS:
+    for n, k in weights:
+        for m in tokens:
             if m * n * k > LARGEST or (n > 50000 and m > 64):
                 continue
             sets = operand_sets(m, n, k)
             row = times[f"{m},{n},{k}"] = {}
             for name in worth_timing(m, n, k):
+                if args.one and not name.startswith("skinny/"):
+                    continue
                 try:
-                    row[name] = round(time_of(name, sets, m), 3)
+                    row[name] = round(time_of(name, sets, m, args.one), 3)
                 except ValueError:  # declines, with its reason
                     continue
         print(n, k, flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    record = {**environment("python benchmarks/sweep_gemm.py" + " --large" * args.large), "us": times}
-    (args.out / ("sweep_large.json" if args.large else "sweep.json")).write_text(json.dumps(record) + "\n")
+    command = "python benchmarks/sweep_gemm.py" + " --large" * args.large + " --one" * args.one
+    record = {**environment(command), "us": times}
+    (args.out / f"{name_of_sweep}.json").write_text(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

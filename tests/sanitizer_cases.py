@@ -18,10 +18,10 @@ import torch
 import octofuse
 from helpers import FLOATS, Weight, attend_call, engines, operands, served
 from octofuse import _C, layouts, reference
-from octofuse.engine.cache import new_codes
 from octofuse.layouts import COL32, LAYOUTS, ROW, from_layout, interleaved, to_layout
 from octofuse.ops import decode
 from octofuse.ops._calls import LowbitCall
+from octofuse.ops.cache import new_codes
 
 # Aligned and ragged, one row and several tiles, K padded inside, a K that wraps every ring of stages.
 SHAPES = ((1, 16, 32), (70, 264, 144), (33, 100, 77), (130, 17, 5), (65, 128, 256), (17, 130, 3100))
@@ -161,6 +161,8 @@ def decode_cases() -> int:
         out = decode.attend(attend_call(qkv, queries, cache, positions.cuda(), scratch, **extra))
         q = decode.attend(attend_call(qkv, queries, cache, positions.cuda(), scratch, 0.02, **extra))
         assert torch.equal(q.cpu(), reference.quantize(out.cpu(), 0.02))
+        stored = attend_call(qkv, queries, cache, positions.cuda(), scratch, **extra)._replace(k=None, v=None)
+        decode.attend(stored._replace(starts=torch.tensor([0, 17, 280]).cuda()))
         heads = queries
         table = torch.randn(304, heads * size).to(dtype)  # logits then come back in one piece, by no kernel of torch
         x = decode.embed(positions.cuda(), positions.cuda(), table.cuda(), table.cuda())

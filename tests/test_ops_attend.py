@@ -12,9 +12,10 @@ from torch.nn.functional import pad
 
 import octofuse
 from helpers import attend_call
+from octofuse import _C
 from octofuse.engine.attention import rotary_table, rotated
-from octofuse.engine.cache import decoded, encoded, new_codes
 from octofuse.ops import decode
+from octofuse.ops.cache import decoded, encoded, new_codes
 
 # Queries, pairs, head size.
 HEADS = (
@@ -235,6 +236,72 @@ def test_positions_outside_of_the_cache() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", [None, "int8", "fp8"])
+def test_a_token_that_the_cache_has_already(kind: str | None) -> None:
+    """Without k and v the same bits as with them; with `starts` those of a window that begins there."""
+    case = Case((8, 2, 128), torch.float16, kind, {})
+    batch, positions, cache = len(POSITIONS), case.positions.cuda(), case.cache()
+    scratch = decode.attend_scratch(batch, 8, 2, 128, CAPACITY, positions.device)
+    call = attend_call(case.qkv.cuda(), 8, cache, positions, scratch)
+    want = decode.attend(call)
+    before = [t.clone() for t in cache]
+    given = call._replace(k=None, v=None)
+    assert torch.equal(decode.attend(given), want)
+    assert all(torch.equal(a, b) for a, b in zip(cache, before, strict=True))
+    for window in (1, 100, 300):
+        starts = (positions + 1 - window).clamp(min=0)
+        assert torch.equal(decode.attend(given._replace(starts=starts)), decode.attend(given._replace(window=window)))
+    assert torch.equal(decode.attend(given._replace(starts=positions + 9)), decode.attend(given._replace(window=1)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [None, "int8", "fp8"])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_devices_with_less_shared_memory(size: int, kind: str | None) -> None:
+    """Shorter rings give the same bits: those of compute capability 8.6 and 8.0, whose blocks have 99 and 163 KB."""
+    case = Case((8, 2, size), torch.float16, kind, {"rotary": True})
+    batch, positions = len(POSITIONS), case.positions.cuda()
+    found = []
+    for room in (None, 163 << 10, 99 << 10):
+        cache = case.cache()
+        scratch = decode.attend_scratch(batch, 8, 2, size, CAPACITY, positions.device)
+        call = attend_call(case.qkv.cuda(), 8, cache, positions, scratch, **case.given)
+        before = None if room is None else _C.limit_shared_memory(positions.device.index, room)
+        try:
+            found.append((decode.attend(call), *cache))
+        finally:
+            if before is not None:
+                _C.limit_shared_memory(positions.device.index, before)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [None, "int8", "fp8"])
+def test_prompts_behind_others(kind: str | None) -> None:
+    """In two calls what one leaves; what would stand outside of the cache goes nowhere."""
+    like, pairs, size = torch.zeros(1, dtype=torch.float16, device="cuda"), 2, 64
+    qkv = torch.randn(2, 10, 4 * pairs * size, device="cuda").half()
+    caches = []
+    for parts in ((10,), (4, 6)):
+        codes, scales = new_codes((2, 2, pairs, 10, size), kind, like)
+        caches.append((*codes, *(() if scales is None else scales)))
+        at = 0
+        for tokens in qkv.split(parts, 1):
+            first = torch.full((2,), at, device="cuda")
+            call = attend_call(tokens.flatten(0, 1), 2 * pairs, caches[-1], None, (like, like))
+            decode.append(call._replace(positions=first))
+            at += tokens.shape[1]
+    assert all(torch.equal(a, b) for a, b in zip(*caches, strict=True))
+    before = [t.clone() for t in caches[0]]
+    outside = torch.tensor([10, -2], device="cuda")
+    decode.append(
+        attend_call(qkv[:, :2].flatten(0, 1), 2 * pairs, caches[0], None, (like, like))._replace(positions=outside)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(caches[0], before, strict=True))
+
+
+@pytest.mark.gpu
 def test_a_token_without_a_number_stays_alone() -> None:
     heads, size = 4, 64
     for kind in (None, "int8", "fp8"):
@@ -284,10 +351,14 @@ def test_wrong_tensors_are_refused_before_a_launch() -> None:
         ({"positions": positions[:1]}, ValueError, r"positions: expected a contiguous tensor of shape \[2\]"),
         ({"partials": scratch[0][1:]}, ValueError, "partials: expected a contiguous tensor"),
         ({"window": -1}, ValueError, "window: expected at least 0, got -1"),
+        ({"v": None}, ValueError, "v: expected None like k, or both"),
+        ({"starts": positions.int()}, TypeError, "starts: expected dtype int64"),
     ):
         with pytest.raises(error, match=message):
             decode.attend(call._replace(**given))
     with pytest.raises(ValueError, match="q: expected a multiple of the cache's 3 heads"):
         decode.attend(call._replace(q=qkv.view(2, -1, 16)[:, :4]))
+    with pytest.raises(ValueError, match="k: expected keys to append, got None"):
+        decode.append(call._replace(k=None, v=None))
     with pytest.raises(ValueError, match="q: expected as many tokens"):
         decode.append(attend_call(qkv.repeat(41, 1), 3, cache, None, scratch))

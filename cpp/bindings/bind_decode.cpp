@@ -174,8 +174,12 @@ HeadsArgs parse_heads_call(const AttendFields& f, const TensorView& q) {
     refuse<ValueError>("q", "a multiple of the cache's " + std::to_string(args.pairs) + " heads", q.shape_text());
   }
   args.q = parse_heads(q, {q.size(0), q.size(1), args.head_size}, q);
-  args.k = parse_heads(TensorView(f.k, "k"), {q.size(0), args.pairs, args.head_size}, q);
-  args.v = parse_heads(TensorView(f.v, "v"), {q.size(0), args.pairs, args.head_size}, q);
+  if (f.k.is_none() != f.v.is_none())
+    refuse<ValueError>("v", "None like k, or both", f.v.is_none() ? "None" : "a tensor");
+  if (!f.k.is_none()) {
+    args.k = parse_heads(TensorView(f.k, "k"), {q.size(0), args.pairs, args.head_size}, q);
+    args.v = parse_heads(TensorView(f.v, "v"), {q.size(0), args.pairs, args.head_size}, q);
+  }
   if (!f.rotary.is_none()) {
     const TensorView table(f.rotary, "rotary");
     expect_dtype(table, {DType::kFloat32});
@@ -198,11 +202,14 @@ void append_op(const py::tuple& fields) {
   const AttendFields f(fields);
   const TensorView q(f.q, "q");
   HeadsArgs args = parse_heads_call(f, q);
+  if (f.k.is_none()) refuse<ValueError>("k", "keys to append", "None");
   if (args.batch == 0 || q.size(0) % args.batch != 0 || q.size(0) / args.batch > args.capacity) {
     refuse<ValueError>("q", "as many tokens, up to the cache's capacity, of each of its sequences", q.shape_text());
   }
   args.tokens = static_cast<int>(q.size(0) / args.batch);
-  append(args, q.device(), TensorFactory(q.dl.device).current_stream());
+  const int64_t* first = nullptr;
+  if (!f.positions.is_none()) first = expect_int64(TensorView(f.positions, "positions"), {args.batch}, q);
+  append(args, first, q.device(), TensorFactory(q.dl.device).current_stream());
 }
 
 // -> [B, H * D] in q's dtype, or int8 by out_scale. positions [B]; partials and arrivals: attend_scratch() of them,
@@ -222,6 +229,7 @@ py::object attend_op(const py::tuple& fields) {
   args.window = f.window.cast<int>();
   if (args.window < 0) refuse<ValueError>("window", "at least 0", std::to_string(args.window));
   args.positions = expect_int64(TensorView(f.positions, "positions"), {heads.batch}, q);
+  if (!f.starts.is_none()) args.starts = expect_int64(TensorView(f.starts, "starts"), {heads.batch}, q);
   const AttendScratch scratch =
       attend_scratch(heads.batch, heads.queries, heads.pairs, heads.head_size, heads.capacity);
   const TensorView partials(f.partials, "partials");

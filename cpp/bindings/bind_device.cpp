@@ -68,6 +68,7 @@ void bind_device(py::module_& module) {
   module.def("use_cpu_isa", &cpu::use_isa, py::arg("name"));
   module.def("cublaslt_info", &cublaslt_info);
   module.def("allow_overlap", &allow_overlap, py::arg("allowed"));
+  module.def("limit_shared_memory", &limit_shared_memory, py::arg("device"), py::arg("bytes"));
   module.def("device_info", &device_info, py::arg("device"));
 }
 

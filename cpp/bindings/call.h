@@ -36,7 +36,7 @@ namespace py = pybind11;
 
 #define OCTOFUSE_ATTEND_FIELDS(X) \
   X(q) X(k) X(v) X(keys) X(values) X(key_scales) X(value_scales) X(rotary) X(query_norm) X(key_norm) X(eps) \
-  X(scaling) X(window) X(softcap) X(positions) X(partials) X(arrivals) X(out_scale)
+  X(scaling) X(window) X(softcap) X(positions) X(starts) X(partials) X(arrivals) X(out_scale)
 // clang-format on
 
 #define OCTOFUSE_ONE(name) +1

@@ -44,29 +44,34 @@ struct HeadsArgs {
 
 constexpr int kMaxHeadSize = 256;  // and a multiple of 8, of 16 with a cache in 8 bits
 
-// The tokens stand at positions 0 and up: queries and keys are prepared in place, keys and values go into the cache.
-void append(const HeadsArgs& args, int device, Stream stream);
+// The tokens stand at positions 0 and up, or with `first` at first[b] and up: queries and keys are prepared in place,
+// keys and values go into the cache. What would stand outside of it goes nowhere.
+void append(const HeadsArgs& args, const int64_t* first, int device, Stream stream);
 
 // One new token of each sequence: its key and value go into the cache, and
 //   out[b, h] = sum_p softmax_p(score(q . keys[p] * scaling)) * values[p],   p = first .. positions[b],
 // in fp32, rounded to `type`; with out_type int8 then quantised by `scale`. Weights are rounded to `type`, with a cache
 // in 8 bits to fp16, before they meet the values. A position outside of the cache leaves its sequence's output and
-// cache as they were.
+// cache as they were. Without heads.k and heads.v the cache has the new token's already.
 //
-// In a captured graph the cache and `positions` are read before earlier kernels have finished: what writes them must
-// come before an embed(), or before a kernel that is launched without overlap.
+// In a captured graph the cache, `positions`, rotary_table, the norms and `scale` are read before earlier kernels have
+// finished: what writes them must come before an embed(), or before a kernel that is launched without overlap.
 struct AttendArgs {
   HeadsArgs heads;
   float scaling = 1.0F;
   float softcap = 0.0F;                // c of c * tanh(s / c); 0: scores stay
   int window = 0;                      // positions that a token sees, its own included; 0: all
   const int64_t* positions = nullptr;  // [batch]: the new token's position, below capacity
+  const int64_t* starts = nullptr;     // [batch]: the first position of each sequence that is seen; nullptr: 0
   void* out = nullptr;                 // [batch, queries * head_size], contiguous
   DType out_type = DType::kFloat16;
   ScaleView scale;
   float* partials = nullptr;  // AttendScratch's floats: the splits' softmaxes
   // These are attend()'s own.
   int group = 1, sharing = 1;    // query heads that share a pair, and blocks that do
+  float factor = 1.0F;           // of products, in front of the softcap or the power of two
+  float inverse_pairs = 1.0F;    // 2 / head_size
+  bool reads_first = false;      // lets successors in only behind its own first requests
   int slots = 2;                 // of a warp's ring
   uint32_t* arrivals = nullptr;  // AttendScratch's counters: splits that are done; zero, and left zero
 };

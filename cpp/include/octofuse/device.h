@@ -46,6 +46,10 @@ const Capability& device_capability(int device);
 // setting before.
 bool allow_overlap(bool allowed);
 
+// For tests of devices that have less: kernels that choose by it take blocks for no more than `bytes` of shared memory
+// from now on. Each has to have run on the device before. Returns the limit before.
+int limit_shared_memory(int device, int bytes);
+
 // Makes `device` current for its lifetime.
 class DeviceGuard {
  public:

@@ -14,23 +14,24 @@ using namespace decode;
 
 constexpr int kWarps = 8;
 
+struct AppendArgs {
+  HeadsArgs heads;
+  const int64_t* first;  // position of each sequence's first token; nullptr: 0
+};
+
 template <class T, CacheType kCache, int kBlocks>
-__global__ void __launch_bounds__(32 * kWarps) append_kernel(const __grid_constant__ HeadsArgs args) {
+__global__ void __launch_bounds__(32 * kWarps) append_kernel(const __grid_constant__ AppendArgs all) {
+  const HeadsArgs& args = all.heads;
   __shared__ float scratch[kWarps][kBlocks * kBlockChannels];
-  __shared__ float norms[2][kBlocks * kBlockChannels];
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int64_t token = blockIdx.x;
-  const int position = static_cast<int>(token % args.tokens);
   const int64_t sequence = token / args.tokens;
   wait_for_predecessors();
   launch_dependents();
-  for (int c = static_cast<int>(threadIdx.x); c < args.head_size; c += 32 * kWarps) {
-    if (args.query_norm != nullptr) norms[0][c] = norm_weight(args.query_norm, args.norm_type, c);
-    if (args.key_norm != nullptr) norms[1][c] = norm_weight(args.key_norm, args.norm_type, c);
-  }
-  __syncthreads();
-  const float* const table = args.rotary_table + static_cast<int64_t>(position) * args.rotary;
+  const int64_t position = token % args.tokens + (all.first == nullptr ? 0 : all.first[sequence]);
+  if (position < 0 || position >= args.capacity) return;
+  const Preparation<T, kBlocks> preparation(args, position, lane);
   const int heads = args.queries + 2 * args.pairs;
 #pragma unroll 1
   for (int row = warp; row < heads; row += kWarps) {
@@ -39,14 +40,11 @@ __global__ void __launch_bounds__(32 * kWarps) append_kernel(const __grid_consta
     const int head = query ? row : (row - args.queries) % args.pairs;
     const HeadView& view = query ? args.q : value ? args.v : args.k;
     T* const own = static_cast<T*>(view.data) + token * view.row + head * view.head;
-    const void* const norm = query ? args.query_norm : args.key_norm;
-    if (query && norm == nullptr && args.rotary == 0) continue;
+    if (query && args.query_norm == nullptr && args.rotary == 0) continue;
     float v[kOfLane<kBlocks>];
     load_head<T, kBlocks>(own, args.head_size, lane, v);
     if (!value) {
-      if (norm != nullptr) normalise_head<kBlocks>(norms[query ? 0 : 1], args.eps, args.head_size, lane, v);
-      if (args.rotary != 0) rotate_head<kBlocks>(table, args.rotary, lane, scratch[warp], v);
-      round_head<T, kBlocks>(v);
+      preparation.apply(query, scratch[warp], v);
       store_head<T, CacheType::kFloat, kBlocks>(v, args.head_size, lane, own, nullptr);
     }
     if (query) continue;
@@ -73,14 +71,14 @@ const void* kernel_for(const HeadsArgs& args) {
 
 }  // namespace
 
-void append(const HeadsArgs& given, int device, Stream stream) {
-  if (given.batch == 0 || given.tokens == 0) return;
+void append(const HeadsArgs& heads, const int64_t* first, int device, Stream stream) {
+  if (heads.batch == 0 || heads.tokens == 0) return;
   const DeviceGuard guard(device);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  HeadsArgs args = given;
-  const void* kernel = args.type == DType::kFloat16 ? kernel_for<__half>(args) : kernel_for<__nv_bfloat16>(args);
-  launch_kernel("append", kernel, dim3(static_cast<unsigned>(int64_t{args.batch} * args.tokens)), dim3(32 * kWarps), 0,
-                dim3(1), is_chained(cuda_stream, device), &args, cuda_stream);
+  AppendArgs args{heads, first};
+  const void* kernel = heads.type == DType::kFloat16 ? kernel_for<__half>(heads) : kernel_for<__nv_bfloat16>(heads);
+  launch_kernel("append", kernel, dim3(static_cast<unsigned>(int64_t{heads.batch} * heads.tokens)), dim3(32 * kWarps),
+                0, dim3(1), is_chained(cuda_stream, device), &args, cuda_stream);
 }
 
 }  // namespace octofuse

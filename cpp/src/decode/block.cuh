@@ -22,9 +22,10 @@ __device__ inline int split_bits_of(int newest) {
 // As exact as its use needs: scores are small.
 __device__ inline float tanh_of(float x) { return 1.0F - __fdividef(2.0F, 1.0F + power_of_two(2.0F * kLog2e * x)); }
 
-// The highest score, the weights' sum, and one channel's weighted sum.
+// The highest score, the weights' sum, and two channels' weighted sums.
 struct Partial {
-  float highest, weight, value;
+  float highest, weight;
+  float2 value;
 };
 
 // The softmax over the positions of `count` partial ones, at most kMost, of which of(i) is the i-th. They are added up
@@ -32,16 +33,17 @@ struct Partial {
 template <int kMost, class Of>
 __device__ Partial combine(int count, Of of) {
   Partial partials[kMost];
-  Partial all{kLowest, 0.0F, 0.0F};
+  Partial all{kLowest, 0.0F, {0.0F, 0.0F}};
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
-    partials[i] = i < count ? of(i) : Partial{kLowest, 0.0F, 0.0F};
+    partials[i] = i < count ? of(i) : Partial{kLowest, 0.0F, {0.0F, 0.0F}};
     all.highest = fmaxf(all.highest, partials[i].highest);
   }
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
     const float factor = power_of_two(partials[i].highest - all.highest);
-    all.value = fmaf(factor, partials[i].value, all.value);
+    all.value.x = fmaf(factor, partials[i].value.x, all.value.x);
+    all.value.y = fmaf(factor, partials[i].value.y, all.value.y);
     all.weight = fmaf(factor, partials[i].weight, all.weight);
   }
   return all;
@@ -60,6 +62,7 @@ __host__ __device__ inline int sharing_of(int group) { return (group + kMostHead
 struct Work {
   int sequence, head, heads, pair;  // head: the first of `heads` query heads
   bool leads;                       // the first of the blocks that share a head of the cache
+  bool has_new;                     // there are a key and a value to append
   int first, newest;                // positions that the token sees
   int begin, end;                   // of these, the split's
   int split, splits;                // of those that hold any
@@ -74,7 +77,9 @@ struct Work {
     head = pair * args.group + block * kMostHeads;
     heads = min(kMostHeads, args.group - block * kMostHeads);
     newest = static_cast<int>(position);
-    first = args.window > 0 ? max(0, newest + 1 - args.window) : 0;
+    const int start = args.starts != nullptr ? static_cast<int>(args.starts[sequence]) : 0;
+    first = min(newest, max(start, args.window > 0 ? max(0, newest + 1 - args.window) : 0));
+    has_new = args.heads.k.data != nullptr;
     const int bits = split_bits_of(newest);
     begin = static_cast<int>(blockIdx.x) << bits;
     end = min(begin + (1 << bits), newest + 1);
@@ -84,7 +89,7 @@ struct Work {
     begin = max(begin, first & -kTile);
   }
   __device__ bool is_none() const { return split < 0 || begin > newest; }
-  __device__ bool appends() const { return end == newest + 1; }
+  __device__ bool appends() const { return has_new && end == newest + 1; }
 };
 
 template <class T, CacheType kCache, int kBlocks>
@@ -95,11 +100,10 @@ struct Shared {
   alignas(16) Stored<T, kCache> pair[2][kChannels];  // the new key and value
   float scales[2];                                   // theirs
   float factors[kMostHeads];                         // of the queries
-  float table[kChannels];                            // the new position's cosines and sines
-  float norms[2][kChannels];
   float scratch[kWarps][kChannels];
   float highest[kWarps][kMostHeads];
   float weight[kWarps][kMostHeads];
+  bool is_last;
 };
 
 template <class T, CacheType kCache, int kBlocks>
@@ -109,28 +113,25 @@ class Block {
   using Memory = Shared<T, kCache, kBlocks>;
 
  public:
-  // values: [warp, head, value_pitch()] in shared memory.
+  // values: [warp, head, value_pitch()] in shared memory. What no earlier kernel writes is on its way from here on.
   __device__ Block(const AttendArgs& args, const Work& work, Memory& memory, float* values)
-      : args_(args), heads_(args.heads), work_(work), memory_(memory), values_(values) {}
+      : args_(args),
+        heads_(args.heads),
+        work_(work),
+        memory_(memory),
+        values_(values),
+        preparation_(args.heads, work.newest, lane()),
+        scale_(args.out_type == DType::kInt8 ? scale_at(args.scale, 0) : 0.0F) {}
 
-  // What no earlier kernel writes, and zeros where products read more than there is. (Heads that are missing may have
-  // any scores: nobody reads them.)
-  __device__ void prefetch() {
+  // Zeros where products read more than there is. (Heads that are missing may have any scores: nobody reads them.)
+  __device__ void clear() {
+    if (heads_.head_size == Memory::kChannels) return;
     auto* const queries = reinterpret_cast<uint32_t*>(memory_.queries);
-    const bool whole = heads_.head_size == Memory::kChannels;
 #pragma unroll 1
-    for (int i = thread(); !whole && i < static_cast<int>(sizeof(memory_.queries) / 4); i += kThreads) queries[i] = 0;
+    for (int i = thread(); i < static_cast<int>(sizeof(memory_.queries) / 4); i += kThreads) queries[i] = 0;
     auto* const pair = reinterpret_cast<uint32_t*>(memory_.pair);
 #pragma unroll 1
-    for (int i = thread(); !whole && i < static_cast<int>(sizeof(memory_.pair) / 4); i += kThreads) pair[i] = 0;
-    const int64_t angles = static_cast<int64_t>(work_.newest) * heads_.rotary;
-#pragma unroll 1
-    for (int c = thread(); c < heads_.rotary; c += kThreads) memory_.table[c] = heads_.rotary_table[angles + c];
-#pragma unroll 1
-    for (int c = thread(); c < heads_.head_size; c += kThreads) {
-      if (heads_.query_norm != nullptr) memory_.norms[0][c] = norm_weight(heads_.query_norm, heads_.norm_type, c);
-      if (heads_.key_norm != nullptr) memory_.norms[1][c] = norm_weight(heads_.key_norm, heads_.norm_type, c);
-    }
+    for (int i = thread(); i < static_cast<int>(sizeof(memory_.pair) / 4); i += kThreads) pair[i] = 0;
     __syncthreads();
   }
 
@@ -152,12 +153,17 @@ class Block {
     multiply_keys(keys, memory_.queries[0], scores);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float factor = args_.scaling;
-      if constexpr (kCache != CacheType::kFloat) factor *= memory_.factors[2 * keys.member() + i % 2];
-      float score = scores[i] * factor;
-      if (args_.softcap != 0.0F) score = args_.softcap * tanh_of(__fdividef(score, args_.softcap));
+      scores[i] *= args_.factor;
+      if constexpr (kCache != CacheType::kFloat) scores[i] *= memory_.factors[2 * keys.member() + i % 2];
+    }
+    if (args_.softcap != 0.0F) {
+#pragma unroll
+      for (float& score : scores) score = args_.softcap * kLog2e * tanh_of(score);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
       const int p = position + keys.group() + i / 2 * 8;
-      scores[i] = p >= work_.first && p <= work_.newest ? score * kLog2e : -INFINITY;
+      if (p < work_.first || p > work_.newest) scores[i] = -INFINITY;
     }
   }
 
@@ -187,34 +193,38 @@ class Block {
     }
   }
 
-  // f(head, channel) for all of the block's.
+  // f(head, channel) for every second channel of the block's heads.
   template <class F>
   __device__ void for_each(F f) const {
-    const float inverse = __frcp_rn(static_cast<float>(heads_.head_size));
+    const int pairs = heads_.head_size / 2;
 #pragma unroll 1
-    for (int i = thread(); i < work_.heads * heads_.head_size; i += kThreads) {
-      const int head = static_cast<int>((static_cast<float>(i) + 0.5F) * inverse);
-      f(head, i - head * heads_.head_size);
+    for (int i = thread(); i < work_.heads * pairs; i += kThreads) {
+      const int head = static_cast<int>((static_cast<float>(i) + 0.5F) * args_.inverse_pairs);
+      f(head, 2 * (i - head * pairs));
     }
   }
 
   __device__ Partial of_warps(int head, int channel) const {
+    const float* const values = values_ + head * value_pitch(heads_.head_size) + channel;
+    const int pitch = work_.heads * value_pitch(heads_.head_size);
     return combine<kWarps>(kWarps, [&](int w) {
       return Partial{memory_.highest[w][head], memory_.weight[w][head],
-                     values_[(w * work_.heads + head) * value_pitch(heads_.head_size) + channel]};
+                     *reinterpret_cast<const float2*>(values + w * pitch)};
     });
   }
 
   // 8 splits at a time, whose loads are in flight together.
   __device__ Partial of_splits(int head, int channel) const {
     const int pitch = heads_.head_size + 2;
-    const volatile float* const all = partials(head);  // other blocks have written them: never from a register
-    Partial softmax{kLowest, 0.0F, 0.0F};
+    const float* const all = partials(head);  // other blocks have written them: from L2
+    Partial softmax{kLowest, 0.0F, {0.0F, 0.0F}};
 #pragma unroll 1
     for (int i = 0; i < work_.splits; i += 8) {
       const Partial more = combine<8>(work_.splits - i, [&](int j) {
-        const volatile float* const one = all + (i + j) * pitch;
-        return Partial{one[heads_.head_size], one[heads_.head_size + 1], one[channel]};
+        const float* const one = all + (i + j) * pitch;
+        const float2 highest_and_weight = __ldcg(reinterpret_cast<const float2*>(one + heads_.head_size));
+        return Partial{highest_and_weight.x, highest_and_weight.y,
+                       __ldcg(reinterpret_cast<const float2*>(one + channel))};
       });
       softmax = combine<2>(2, [&](int j) { return j == 0 ? softmax : more; });
     }
@@ -224,36 +234,38 @@ class Block {
   // Leaves a head's softmax of this split in memory.
   __device__ void leave_split(int head, int channel, const Partial& softmax) const {
     float* const mine = partials(head) + work_.split * (heads_.head_size + 2);
-    mine[channel] = softmax.value;
+    *reinterpret_cast<float2*>(mine + channel) = softmax.value;
     if (channel != 0) return;
-    mine[heads_.head_size] = softmax.highest;
-    mine[heads_.head_size + 1] = softmax.weight;
+    *reinterpret_cast<float2*>(mine + heads_.head_size) = make_float2(softmax.highest, softmax.weight);
   }
 
   // True in the block that has left its split last: all the others' are there for it to read. The fence before the
   // count makes them visible first.
   __device__ bool is_last() const {
-    __shared__ bool last;
     __threadfence();
     __syncthreads();
     if (thread() == 0) {
       uint32_t* const arrivals = args_.arrivals + work_.sequence * gridDim.y + blockIdx.y;
-      last = atomicAdd(arrivals, 1U) == static_cast<uint32_t>(work_.splits) - 1;
-      if (last) *arrivals = 0;
+      memory_.is_last = atomicAdd(arrivals, 1U) == static_cast<uint32_t>(work_.splits) - 1;
+      if (memory_.is_last) *arrivals = 0;
       __threadfence();
     }
     __syncthreads();
-    return last;
+    return memory_.is_last;
   }
 
   __device__ void store(int head, int channel, const Partial& softmax) const {
     const int64_t row = static_cast<int64_t>(work_.sequence) * heads_.queries + work_.head + head;
     const int64_t at = row * heads_.head_size + channel;
-    const T rounded = rows::from_float<T>(__fdividef(softmax.value, softmax.weight));
+    const float low = __fdividef(softmax.value.x, softmax.weight);
+    const float high = __fdividef(softmax.value.y, softmax.weight);
     if (args_.out_type != DType::kInt8) {
-      static_cast<T*>(args_.out)[at] = rounded;
+      *reinterpret_cast<uint32_t*>(static_cast<T*>(args_.out) + at) = pack<T>(low, high);
     } else {
-      static_cast<int8_t*>(args_.out)[at] = requantize(to_float(rounded), reciprocal(scale_at(args_.scale, 0)), -127);
+      const auto quantized = [inverse = reciprocal(scale_)](float value) {
+        return requantize(to_float(rows::from_float<T>(value)), inverse, -127);
+      };
+      *reinterpret_cast<char2*>(static_cast<int8_t*>(args_.out) + at) = make_char2(quantized(low), quantized(high));
     }
   }
 
@@ -276,12 +288,7 @@ class Block {
     const bool query = row < work_.heads;
     const bool value = row == work_.heads + 1;
     const int size = heads_.head_size;
-    if (!value) {
-      const bool norm = (query ? heads_.query_norm : heads_.key_norm) != nullptr;
-      if (norm) normalise_head<kBlocks>(memory_.norms[query ? 0 : 1], heads_.eps, size, lane(), v);
-      if (heads_.rotary != 0) rotate_head<kBlocks>(memory_.table, heads_.rotary, lane(), memory_.scratch[warp()], v);
-      round_head<T, kBlocks>(v);
-    }
+    if (!value) preparation_.apply(query, memory_.scratch[warp()], v);
     if (query) return keep_query(row, v);
     const int64_t at = work_.row + work_.newest;
     auto* const cache = static_cast<Element*>(value ? heads_.values : heads_.keys) + at * size;
@@ -320,6 +327,8 @@ class Block {
   const Work& work_;
   Memory& memory_;
   float* const values_;
+  const Preparation<T, kBlocks> preparation_;
+  const float scale_;
 };
 
 }  // namespace octofuse::decode

@@ -23,46 +23,83 @@ __device__ inline void load_head(const T* from, int size, int lane, float (&v)[k
   for (int i = 0; i < kOfLane<kBlocks>; ++i) v[i] = lane + 32 * i < size ? to_float(from[lane + 32 * i]) : 0.0F;
 }
 
-// weight: of every channel, nullptr for none.
-template <int kBlocks>
-__device__ inline void normalise_head(const float* weight, float eps, int size, int lane,
-                                      float (&v)[kOfLane<kBlocks>]) {
-  float squares = 0.0F;
-#pragma unroll
-  for (int i = 0; i < kOfLane<kBlocks>; ++i) squares = __fadd_rn(squares, __fmul_rn(v[i], v[i]));
-  const float inverse = rsqrtf(__fdividef(rows::warp_sum(squares), static_cast<float>(size)) + eps);
-#pragma unroll
-  for (int i = 0; i < kOfLane<kBlocks>; ++i) {
-    if (lane + 32 * i < size) v[i] = __fmul_rn(__fmul_rn(v[i], inverse), weight[lane + 32 * i]);
-  }
-}
-
-// table: the position's cosines, then its sines. scratch: room for a head, this warp's own.
-template <int kBlocks>
-__device__ inline void rotate_head(const float* table, int rotary, int lane, float* scratch,
-                                   float (&v)[kOfLane<kBlocks>]) {
-  const int half = rotary / 2;
-#pragma unroll
-  for (int i = 0; i < kOfLane<kBlocks>; ++i) scratch[lane + 32 * i] = v[i];
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kOfLane<kBlocks>; ++i) {
-    const int c = lane + 32 * i;
-    if (c >= rotary) continue;
-    const bool first = c < half;
-    const int angle = first ? c : c - half;
-    const float other = scratch[first ? c + half : c - half];
-    const float turned = __fmul_rn(other, table[half + angle]);
-    v[i] = __fadd_rn(__fmul_rn(v[i], table[angle]), first ? -turned : turned);
-  }
-  __syncwarp();
-}
-
+// What is done to queries and keys at a position, in a lane's registers: nothing here depends on earlier kernels, so it
+// is loaded before they have finished.
 template <class T, int kBlocks>
-__device__ inline void round_head(float (&v)[kOfLane<kBlocks>]) {
+class Preparation {
+ public:
+  __device__ Preparation(const HeadsArgs& args, int64_t position, int lane) : args_(args), lane_(lane) {
+    load_weight(args.query_norm, query_weight_);
+    load_weight(args.key_norm, key_weight_);
+    const int half = args.rotary / 2;
+    const float* const table = args.rotary_table + position * args.rotary;
 #pragma unroll
-  for (int i = 0; i < kOfLane<kBlocks>; ++i) v[i] = to_float(rows::from_float<T>(v[i]));
-}
+    for (int i = 0; i < kOfLane<kBlocks>; ++i) {
+      const int c = lane + 32 * i;
+      if (c >= args.rotary) continue;
+      const int angle = c < half ? c : c - half;
+      cosine_[i] = table[angle];
+      sine_[i] = table[half + angle];
+    }
+  }
+
+  // v: a head's elements, a key's or a query's, which are rounded to T in the end. scratch: room for a head, this
+  // warp's own.
+  __device__ void apply(bool is_query, float* scratch, float (&v)[kOfLane<kBlocks>]) const {
+    if ((is_query ? args_.query_norm : args_.key_norm) != nullptr) normalise(is_query, v);
+    if (args_.rotary != 0) rotate(scratch, v);
+#pragma unroll
+    for (float& element : v) element = to_float(rows::from_float<T>(element));
+  }
+
+ private:
+  // Weights stay as they are until they are used: a conversion would wait for the load.
+  __device__ void load_weight(const void* from, uint32_t (&weight)[kOfLane<kBlocks>]) const {
+    if (from == nullptr) return;
+    const bool wide = args_.norm_type == DType::kFloat32;
+#pragma unroll
+    for (int i = 0; i < kOfLane<kBlocks>; ++i) {
+      const int c = lane_ + 32 * i;
+      if (c >= args_.head_size) continue;
+      weight[i] = wide ? static_cast<const uint32_t*>(from)[c] : static_cast<const uint16_t*>(from)[c];
+    }
+  }
+
+  __device__ void normalise(bool is_query, float (&v)[kOfLane<kBlocks>]) const {
+    float squares = 0.0F;
+#pragma unroll
+    for (const float element : v) squares = __fadd_rn(squares, __fmul_rn(element, element));
+    const float mean = __fdividef(rows::warp_sum(squares), static_cast<float>(args_.head_size));
+    const float inverse = rsqrtf(mean + args_.eps);
+#pragma unroll
+    for (int i = 0; i < kOfLane<kBlocks>; ++i) {
+      const uint32_t bits = is_query ? query_weight_[i] : key_weight_[i];
+      const T narrow = *reinterpret_cast<const T*>(&bits);
+      const float weight = args_.norm_type == DType::kFloat32 ? __uint_as_float(bits) : to_float(narrow);
+      if (lane_ + 32 * i < args_.head_size) v[i] = __fmul_rn(__fmul_rn(v[i], inverse), weight);
+    }
+  }
+
+  __device__ void rotate(float* scratch, float (&v)[kOfLane<kBlocks>]) const {
+    const int half = args_.rotary / 2;
+#pragma unroll
+    for (int i = 0; i < kOfLane<kBlocks>; ++i) scratch[lane_ + 32 * i] = v[i];
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kOfLane<kBlocks>; ++i) {
+      const int c = lane_ + 32 * i;
+      if (c >= args_.rotary) continue;
+      const float turned = __fmul_rn(scratch[c < half ? c + half : c - half], sine_[i]);
+      v[i] = __fadd_rn(__fmul_rn(v[i], cosine_[i]), c < half ? -turned : turned);
+    }
+    __syncwarp();
+  }
+
+  const HeadsArgs& args_;
+  const int lane_;
+  uint32_t query_weight_[kOfLane<kBlocks>], key_weight_[kOfLane<kBlocks>];
+  float cosine_[kOfLane<kBlocks>], sine_[kOfLane<kBlocks>];
+};
 
 // The largest magnitude, NaN if there is one.
 template <int kBlocks>
@@ -110,10 +147,6 @@ __device__ inline float store_head(const float (&v)[kOfLane<kBlocks>], int size,
     if (and_to != nullptr) and_to[lane + 32 * i] = element;
   }
   return scale;
-}
-
-__device__ inline float norm_weight(const void* weight, DType type, int channel) {
-  return load_as_float(weight, type, channel);
 }
 
 }  // namespace octofuse::decode

@@ -167,7 +167,7 @@ void launch(const LogitsArgs& given, int device, cudaStream_t stream) {
     const int columns = (args.m + kColumns - 1) / kColumns;
     launch_kernel("logits", function, dim3(static_cast<unsigned>(device_capability(device).sm_count)),
                   dim3(32 * kWarps), kRingBytes<kMost> + columns * of_columns, dim3(1), is_chained(stream, device),
-                  &args, stream);
+                  &args, stream, {args.w, int64_t{args.n} * args.k * 2});
   }
 }
 

@@ -158,12 +158,16 @@ __device__ inline void multiply_keys(const Slot<T, kCache, kBlocks>& keys, const
                                      float (&products)[4]) {
   const int group = keys.group();
   const int member = keys.member();
+  float others[4] = {};  // two sums, so that a product waits for every second one before it alone
 #pragma unroll
   for (int c = 0; c < 2 * kBlocks; ++c) {
     const int channel = 32 * c + 8 * member;
     const uint4 query = *reinterpret_cast<const uint4*>(queries + group * kQueryPitch<kBlocks> + channel);
-    mma_quads<Operand<T, kCache>>(keys.read(group, channel), keys.read(group + 8, channel), query, products);
+    float (&sum)[4] = c % 2 == 0 ? products : others;
+    mma_quads<Operand<T, kCache>>(keys.read(group, channel), keys.read(group + 8, channel), query, sum);
   }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) products[i] += others[i];
   if constexpr (kCache != CacheType::kFloat) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

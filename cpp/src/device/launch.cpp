@@ -1,5 +1,6 @@
 #include "device/launch.h"
 
+#include <algorithm>
 #include <string>
 
 #include "octofuse/device.h"
@@ -35,6 +36,24 @@ std::atomic<bool> overlap_allowed{true};
 
 }  // namespace
 
+namespace {
+
+// The largest window of addresses that a launch may give a policy for; 0: none.
+int64_t largest_window() {
+  static std::array<std::atomic<int64_t>, std::tuple_size_v<DeviceFlags>> known{};
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  std::atomic<int64_t>& bytes = known.at(static_cast<size_t>(device));
+  if (bytes.load(std::memory_order_relaxed) == 0) {
+    int value = 0;
+    cudaDeviceGetAttribute(&value, cudaDevAttrMaxAccessPolicyWindowSize, device);
+    bytes.store(value == 0 ? -1 : value, std::memory_order_relaxed);
+  }
+  return std::max<int64_t>(0, bytes.load(std::memory_order_relaxed));
+}
+
+}  // namespace
+
 bool allow_overlap(bool allowed) { return overlap_allowed.exchange(allowed); }
 
 bool is_chained(cudaStream_t stream, int device) {
@@ -44,8 +63,8 @@ bool is_chained(cudaStream_t stream, int device) {
 }
 
 void launch_kernel(const char* name, const void* function, dim3 grid, dim3 block, int shared_bytes, dim3 cluster,
-                   bool overlap, void* args, cudaStream_t stream) {
-  cudaLaunchAttribute attributes[3];
+                   bool overlap, void* args, cudaStream_t stream, ReadOnce weights) {
+  cudaLaunchAttribute attributes[4];
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
@@ -73,6 +92,13 @@ void launch_kernel(const char* name, const void* function, dim3 grid, dim3 block
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
+    const int64_t window = std::min(weights.bytes, largest_window());
+    if (window > 0) {
+      cudaLaunchAttribute& policy = attributes[config.numAttrs++];
+      policy.id = cudaLaunchAttributeAccessPolicyWindow;
+      policy.val.accessPolicyWindow = {const_cast<void*>(weights.data), static_cast<size_t>(window), 1.0F,
+                                       cudaAccessPropertyStreaming, cudaAccessPropertyNormal};
+    }
   }
   void* pointers[] = {args};
   const cudaError_t status = cudaLaunchKernelExC(&config, function, pointers);

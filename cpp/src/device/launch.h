@@ -5,6 +5,7 @@
 
 #include <array>
 #include <atomic>
+#include <cstdint>
 
 namespace octofuse {
 
@@ -24,9 +25,16 @@ void allow_shared_memory(const void* kernel, int bytes, int device, DeviceFlags&
 // allow_overlap(false) was called.
 bool is_chained(cudaStream_t stream, int device);
 
+// Weights that the kernel reads once: their lines leave L2 first. Else a step's weights, which are larger than L2,
+// would push out what is small and read by every step: positions, keys and values, scales, the weights of norms.
+struct ReadOnce {
+  const void* data = nullptr;
+  int64_t bytes = 0;
+};
+
 // One launch with everything that <<<>>> cannot say: clusters of blocks, and `overlap`: the kernel may start before
 // its predecessor has finished (it has to execute griddepcontrol.wait in every thread that touches memory).
 void launch_kernel(const char* name, const void* function, dim3 grid, dim3 block, int shared_bytes, dim3 cluster,
-                   bool overlap, void* args, cudaStream_t stream);
+                   bool overlap, void* args, cudaStream_t stream, ReadOnce weights = {});
 
 }  // namespace octofuse

@@ -23,6 +23,7 @@ const char* cutlass_version() { return ""; }
 CublasLtStatus cublaslt_status() { return {false, "this octofuse was built for the CPU only", "", 0}; }
 const Capability& device_capability(int) { absent(); }
 bool allow_overlap(bool) { return false; }
+int limit_shared_memory(int, int) { return 0; }
 DeviceGuard::DeviceGuard(int) { absent(); }
 DeviceGuard::~DeviceGuard() = default;
 void set_tuned(int, TunedTable) { absent(); }
@@ -35,7 +36,7 @@ void convert_layout_cublaslt(const ConvertArgs&, int, Stream) { absent(); }
 int cublaslt_algorithms(const OrderedGemm&, int) { absent(); }
 void run_gemm_ordered(const OrderedGemm&, int, int, Stream, const Allocator&) { absent(); }
 AttendScratch attend_scratch(int64_t, int64_t, int64_t, int64_t, int64_t) { absent(); }
-void append(const HeadsArgs&, int, Stream) { absent(); }
+void append(const HeadsArgs&, const int64_t*, int, Stream) { absent(); }
 void attend(const AttendArgs&, int, Stream) { absent(); }
 bool takes_logits(int64_t, int) { return false; }
 void logits(const LogitsArgs&, int, Stream) { absent(); }

@@ -57,6 +57,8 @@ void set_tuned(int device, TunedTable table) {
   known_capability(device).tuned = new TunedTable(std::move(table));
 }
 
+int limit_shared_memory(int device, int bytes) { return std::exchange(known_capability(device).shared_memory, bytes); }
+
 DeviceGuard::DeviceGuard(int device) {
   int current = -1;
   if (cudaGetDevice(&current) == cudaSuccess && current != device) {

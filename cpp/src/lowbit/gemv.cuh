@@ -35,6 +35,7 @@ struct GemvArgs {
   Weight w;
   Epilogue epilogue;
   NormArgs norm;
+  int64_t packed_bytes;
 
   GemvArgs(const LowbitArgs& args, const NormArgs& norm, bool chained, int device)
       : x(args.x),
@@ -53,7 +54,8 @@ struct GemvArgs {
         chained(chained),
         w(args),
         epilogue(args),
-        norm(norm) {}
+        norm(norm),
+        packed_bytes(int64_t{row_tiles} * kTileRows * w.k_blocks * kBlockK * args.bits / 8) {}
 };
 
 // A kernel as the host sees it.
@@ -72,7 +74,7 @@ struct GemvKernel {
     args.stages = goes_deep ? deep : shallow;
     args.layout = layout_of(args, args.stages);
     launch_kernel(name, function, dim3(static_cast<unsigned>(blocks(args))), dim3(kThreads), args.layout.bytes, dim3(1),
-                  args.chained, &args, stream);
+                  args.chained, &args, stream, {args.w.packed, args.packed_bytes});
   }
 
  private:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from octofuse.engine.cache import Pairs, decoded, encoded
+from octofuse.engine.cache import Pairs
 from octofuse.models.architecture import Heads
 from octofuse.models.parts import Parts
 from octofuse.ops import decode
 from octofuse.ops._calls import AttendCall
+from octofuse.ops.cache import decoded, encoded, masked_attention
 
 SCORES_AT_ONCE = 1 << 25  # elements, where torch has no kernel that keeps them to itself
 
@@ -110,7 +111,9 @@ class TorchAttention:
             seen &= at > positions.unsqueeze(1) - heads.window
         keys = decoded(pairs.keys, pairs.key_scales, q.dtype)
         values = decoded(pairs.values, pairs.value_scales, q.dtype)
-        return _joined(masked(q.unsqueeze(2), keys, values, seen[:, None, None, :], heads), heads)
+        return _joined(
+            masked_attention(q.unsqueeze(2), keys, values, seen[:, None, None, :], heads.scaling, heads.softcap), heads
+        )
 
 
 class KernelAttention:
@@ -127,7 +130,7 @@ class KernelAttention:
             q, k, v, pairs.keys, pairs.values, pairs.key_scales, pairs.value_scales, rotary,
             None if norm is None else norm.weight, None if other is None else other.weight,
             0.0 if norm is None else norm.eps, heads.scaling, heads.window or 0, heads.softcap or 0.0, positions,
-            self.scratch[0], self.scratch[1], scale,
+            None, self.scratch[0], self.scratch[1], scale,
         )  # fmt: skip
 
     def prefill(self, given: Given, batch: int) -> Tensor:
@@ -162,18 +165,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor, heads: Heads) -> Tensor:
         seen = rows <= some.unsqueeze(1)
         if heads.window is not None:
             seen &= rows > some.unsqueeze(1) - heads.window
-        found.append(masked(q[:, :, some], k, v, seen, heads))
+        found.append(masked_attention(q[:, :, some], k, v, seen, heads.scaling, heads.softcap))
     return torch.cat(found, 2)
-
-
-def masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, heads: Heads) -> Tensor:
-    """Attention where `seen`, which broadcasts to [B, heads, T, S]."""
-    if heads.softcap is None:
-        return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=heads.scaling, enable_gqa=True)
-    groups = heads.queries // heads.pairs
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = heads.softcap * torch.tanh((q @ k.transpose(-1, -2)).float() * (heads.scaling / heads.softcap))
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1).to(q.dtype) @ v
 
 
 def _joined(attended: Tensor, heads: Heads) -> Tensor:

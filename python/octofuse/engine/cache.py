@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-from octofuse.ops import quantize_per_token
-
-FP8_MOST = 448.0  # of float8_e4m3fn
-CACHE_KINDS = ("int8", "fp8")
 
 
 class Pairs(NamedTuple):
@@ -49,29 +43,3 @@ class Cache:
     def of_block(self, index: int) -> Pairs:
         keys, values = self.codes[index]
         return Pairs(keys, values, *((None, None) if self.scales is None else self.scales[index]))
-
-
-def new_codes(shape: tuple[int, ...], kind: str | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
-    """codes and scales of a Cache, zero; kind: one of CACHE_KINDS, or None for the dtype of `like`."""
-    if kind is None:
-        return like.new_zeros(shape), None
-    dtype = torch.int8 if kind == "int8" else torch.uint8
-    return like.new_zeros(shape, dtype=dtype), like.new_zeros(shape[:-1], dtype=torch.float32)
-
-
-def encoded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x `[..., D]` -> codes of dtype int8 or uint8 (e4m3), and fp32 scales `[...]`: largest magnitude / 127, or / 448."""
-    if dtype == torch.int8:
-        codes, scales = quantize_per_token(x.contiguous())
-        return codes, scales.view(x.shape[:-1])
-    amax = x.abs().amax(-1).float()
-    scales = torch.where(amax == 0, torch.ones_like(amax), amax / FP8_MOST)
-    return (x.float() * (1 / scales).unsqueeze(-1)).to(torch.float8_e4m3fn).view(torch.uint8), scales
-
-
-def decoded(codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What a cache stands for, in `dtype`."""
-    if scales is None:
-        return codes
-    values = codes.view(torch.float8_e4m3fn) if codes.dtype == torch.uint8 else codes
-    return (values.float() * scales.unsqueeze(-1)).to(dtype)

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from octofuse.engine.attention import Given, KernelAttention, TorchAttention, rotary_table, split_heads
-from octofuse.engine.cache import CACHE_KINDS, Cache, Pairs, new_codes
+from octofuse.engine.cache import Cache, Pairs
 from octofuse.models.architecture import architecture_of, rotary_of
 from octofuse.models.parts import Attend, Parts, attended, fed_forward, parts_of
 from octofuse.nn import QUANTISED, FloatingLinear, Norm, fused_layer
 from octofuse.ops import decode
+from octofuse.ops.cache import CACHE_KINDS, new_codes
 
 HEAD_ROWS = 64  # of the output head at a time: its kernel, and so its bits, then do not depend on the batch
 

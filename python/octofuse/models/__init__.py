@@ -1,5 +1,7 @@
 """Whole models: which layers of a family are quantised, calibration, checkpoints and their evaluation."""
 
+from typing import TYPE_CHECKING, Any
+
 from octofuse.models.checkpoint import load, save
 from octofuse.models.compare import Comparison, compare
 from octofuse.models.distill import distill_
@@ -8,10 +10,14 @@ from octofuse.models.frontier import Mixture, frontier
 from octofuse.models.fused import fuse_, unfuse_
 from octofuse.models.quantize import fallbacks, quantize_, weight_bytes
 
+if TYPE_CHECKING:
+    from octofuse.models.static_cache import QuantizedStaticCache
+
 __all__ = [
     "Comparison",
     "GenerationSpeed",
     "Mixture",
+    "QuantizedStaticCache",
     "compare",
     "distill_",
     "fallbacks",
@@ -25,3 +31,11 @@ __all__ = [
     "unfuse_",
     "weight_bytes",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "QuantizedStaticCache":  # it needs transformers, which the others do not
+        from octofuse.models.static_cache import QuantizedStaticCache
+
+        return QuantizedStaticCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """Functional ops. Importing this package registers them with torch.library as `torch.ops.octofuse.*`."""
 
-from octofuse.ops import _register, decode, gemm, layouts, lowbit, quantize, rows
+from octofuse.ops import _register, cache, decode, gemm, layouts, lowbit, quantize, rows
 from octofuse.ops.decode import quantized_linear
 from octofuse.ops.explain import Explanation, engines, explain, tune_cublaslt
 from octofuse.ops.gemm import i8f16_linear, i8i8_linear, i8i8_matmul, i8i32_matmul, weight_sums
@@ -30,6 +30,7 @@ _register.register(
         **decode.IMPLEMENTATIONS,
         **layouts.IMPLEMENTATIONS,
         **lowbit.IMPLEMENTATIONS,
+        **cache.IMPLEMENTATIONS,
     },
     cuda_only=layouts.IMPLEMENTATIONS,
 )

@@ -98,8 +98,8 @@ class AttendCall(NamedTuple):
     """`ops.decode.attend`, and `append`, which does not read what follows softcap; the fields are described there."""
 
     q: Tensor
-    k: Tensor
-    v: Tensor
+    k: Tensor | None
+    v: Tensor | None
     keys: Tensor
     values: Tensor
     key_scales: Tensor | None
@@ -112,6 +112,7 @@ class AttendCall(NamedTuple):
     window: int
     softcap: float
     positions: Tensor | None
+    starts: Tensor | None
     partials: Tensor
     arrivals: Tensor
     out_scale: Scale | None

@@ -36,6 +36,18 @@ SCHEMAS: dict[str, tuple[str, str]] = {
         "Tensor x, Tensor w, SymInt[] sizes, str[] layouts, float? alpha, int algorithm, SymInt size",
         "Tensor",
     ),
+    # k, v [B, P, T, D] into keys, values [B, P, C, D] and scales [B, P, C] at positions `first`, int64, and up.
+    "cache_append": (
+        "Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) key_scales, Tensor(d!) value_scales, "
+        "Tensor first",
+        "()",
+    ),
+    # q [B, H, 1, D] -> [B, 1, H, D]; seen: int64 [2, B], each sequence's first and last position that counts.
+    "cache_attend": (
+        "Tensor q, Tensor keys, Tensor values, Tensor key_scales, Tensor value_scales, Tensor seen, float scaling, "
+        "float? softcap",
+        "Tensor",
+    ),
 }
 WITH_OUT = ("linear", "i8i32_matmul", "i8i8_matmul")  # <op>_out writes into `out`
 
@@ -133,6 +145,14 @@ def _fake_matmul_ordered(
     return x.new_empty((size,), dtype=torch.int32 if alpha is None else torch.int8)
 
 
+def _fake_cache_append(*_: Any) -> None:
+    return None
+
+
+def _fake_cache_attend(q: Tensor, *_: Any) -> Tensor:
+    return q.new_empty((q.shape[0], 1, q.shape[1], q.shape[3]))
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "linear": _fake_linear,
     "quantized_linear": _fake_quantized_linear,
@@ -149,6 +169,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "quantize_col32": _fake_quantize_col32,
     "dequantize_col32": _fake_dequantize_col32,
     "matmul_ordered": _fake_matmul_ordered,
+    "cache_append": _fake_cache_append,
+    "cache_attend": _fake_cache_attend,
 }
 
 

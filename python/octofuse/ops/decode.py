@@ -85,22 +85,13 @@ def _by_parts(call: RowLinearCall) -> Tensor:
     return gemm.linear(LinearCall(x, call.w, scale, call.w_scale, *epilogue, "auto", None, None, call.constant_weight))
 
 
-# Bytes of a block of `attend`, whose rings are of one length whatever the device has.
-SHARED_MEMORY = 108 << 10
-SHARED_MEMORY_OF_LARGE_HEADS = 210 << 10
-
-
 def serves(device: torch.device, dtype: torch.dtype, head_size: int, width: int, eight_bits: bool = False) -> bool:
     """Whether `attend`, `append`, `embed` and `argmax` take such a model; eight_bits: of the cache."""
     if eight_bits and head_size % 16 != 0:
         return False
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or width % 8 != 0:
         return False
-    if torch.cuda.get_device_capability(device) < (8, 0) or head_size % 8 != 0 or head_size > 256:
-        return False
-    properties: Any = torch.cuda.get_device_properties(device)
-    room = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return bool(room >= (SHARED_MEMORY if head_size <= 128 else SHARED_MEMORY_OF_LARGE_HEADS))
+    return torch.cuda.get_device_capability(device) >= (8, 0) and head_size % 8 == 0 and head_size <= 256
 
 
 def attend_scratch(
@@ -118,6 +109,7 @@ def append(call: AttendCall) -> None:
     and in `attend`, fp16 or bf16 where nothing else is said:
 
     q `[M, H, D]`, k and v `[M, P, D]`, H a multiple of P: views into one tensor are fine, dense in D.
+    positions: None, or int64 `[B]`: where each sequence's first token stands.
     keys, values `[B, P, C, D]`: like q, or int8 or uint8 (float8_e4m3fn) with key_scales and value_scales, fp32
         `[B, P, C]`: then a token's D values share a scale, their largest magnitude / 127 or / 448; D: a multiple of 16.
     rotary: fp32 `[at least C, R]`: cosines and sines of each position's R / 2 angles; channel i < R / 2 turns with
@@ -133,9 +125,10 @@ def attend(call: AttendCall) -> Tensor:
     """One new token of each sequence: its key and value go into the cache, and it attends to all that it sees.
 
     Fields as in `append`, and positions int64 `[B]`, each below C -> `[B, H * D]` like q, or with out_scale int8: quantised
-    as `quantize_per_tensor` does. A long sequence is split by its own length and put together in order, so neither B nor C
-    changes a bit. In a captured graph the cache and `positions` are read before earlier kernels have finished: what writes
-    them must come before an `embed` or a kernel of another library, which nothing overtakes.
+    as `quantize_per_tensor` does. k and v None: the cache has the token already. starts: None, or int64 `[B]`, the first
+    position that each sequence sees. A long sequence is split by its own length and put together in order, so neither B nor
+    C changes a bit. In a captured graph the cache, positions, rotary, norms and out_scale are read before earlier kernels
+    have finished: what writes them must come before an `embed` or a kernel of another library, which nothing overtakes.
     """
     return _C.attend(call)
 

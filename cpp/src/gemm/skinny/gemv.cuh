@@ -26,7 +26,7 @@ struct WeightStream {
     const int8_t* at = row + k;
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) {
-      w[i] = load_or_zero(at, i < channels && k < args.k);
+      w[i] = load_once_or_zero(at, i < channels && k < args.k);
       at += args.ldw;
     }
   }

@@ -176,7 +176,7 @@ void launch(SharedArgs args, int device, bool chained, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>((gemm.output.n + gemm.warp_channels - 1) / gemm.warp_channels);
   allow_shared_memory(function, kMostShared, device, raised);
   launch_kernel("skinny", function, dim3(blocks), dim3(kThreads), gemm.warp_channels * args.pitch + Token::bytes(args),
-                dim3(1), chained, &args, stream);
+                dim3(1), chained, &args, stream, {gemm.w, gemm.output.n * gemm.ldw});
 }
 
 // Whether a block's slice and its token fit, and can be copied 16 bytes at a time.

@@ -53,6 +53,20 @@ __device__ inline uint4 load_or_zero(const int8_t* address, bool inside) {
   return v;
 }
 
+// Weights: their lines leave L2 first (ReadOnce says why), and take none of L1. With a window of addresses instead,
+// which changes L2 alone, a step of the Llama 8B took 575 us for 8 of its blocks instead of 545.
+__device__ inline uint4 load_once_or_zero(const int8_t* address, bool inside) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  if (inside) {  // volatile: it stays behind the wait for earlier kernels
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address), "l"(policy));
+  }
+  return v;
+}
+
 // gemv_registers.cu: one token and few weights.
 void run_registers(TokenArgs args, int device, bool chained, cudaStream_t stream);
 
