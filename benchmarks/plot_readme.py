@@ -1,5 +1,5 @@
-"""docs/images/tokens.png: tokens per second of one sequence, from benchmarks/results/h200/decode.json, transformers' from
-gpt2.json."""
+"""docs/images/tokens.png: tokens per second of one sequence, from benchmarks/results/h200/decode.json, those of
+transformers for the GPT-2 from gpt2.json."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ GREY, TEAL = "#8a949c", "#00796b"
 
 
 def rates_of(model: str) -> dict[str, float]:
-    rates = {}
-    if model == "GPT-2 124M":
-        rates = {label: gpt2_of("124M", engine)["tokens/s"] for engine, label in TRANSFORMERS.items()}
     measured = {row["engine"]: row["tokens/s"] for row in result("h200/decode")["one"] if row["model"] == model}
-    return rates | {label: measured[engine] for engine, label in OCTOFUSE.items() if engine in measured}
+    if model == "GPT-2 124M":
+        measured |= {engine: gpt2_of("124M", engine)["tokens/s"] for engine in TRANSFORMERS}
+    return {label: measured[engine] for engine, label in (TRANSFORMERS | OCTOFUSE).items() if engine in measured}
 
 
 def main() -> None:
