@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from octofuse.models import QuantizedStaticCache
 from octofuse.ops.cache import decoded, encoded
@@ -232,8 +232,57 @@ def test_mistakes_are_refused() -> None:
     with pytest.raises(ValueError, match="config: expected layers of full_attention and sliding_attention, got linear"):
         QuantizedStaticCache(config, LENGTH)
     ids, mask = padded()
-    with pytest.raises(ValueError, match="attention_mask: expected padding in front"):
-        model(ids, attention_mask=mask.flip(1), past_key_values=QuantizedStaticCache(model.config, LENGTH))
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="config: expected attention by 'octofuse'"):
+    with pytest.raises(ValueError, match="cache: expected no gradients"):
         model(ids, past_key_values=QuantizedStaticCache(model.config, LENGTH))
+    with torch.no_grad():
+        cache = QuantizedStaticCache(model.config, 13)
+        model(ids, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(
+            ValueError, match="cache: expected 3 sequences with 2 heads, as at its first use, got 1 and 2"
+        ):
+            model(ids[:1, :1], past_key_values=cache)
+        model(ids[:, :1], attention_mask=nn.functional.pad(mask, (0, 1), value=1), past_key_values=cache)
+        with pytest.raises(ValueError, match="max_cache_len: expected room for all tokens, got 13"):
+            model(ids[:, :1], attention_mask=nn.functional.pad(mask, (0, 2), value=1), past_key_values=cache)
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(ValueError, match="config: expected attention by 'octofuse'"):
+            model(ids, past_key_values=QuantizedStaticCache(model.config, LENGTH))
+
+
+@torch.no_grad()
+def test_gaps_between_what_a_token_sees_are_refused() -> None:
+    """Padding behind a prompt leaves one; without this cache it is nobody's mistake."""
+    model: Any = small("llama")
+    ids, mask = padded()
+    right = mask.flip(1)
+    want = model(ids, attention_mask=right, use_cache=False).logits
+    cache = QuantizedStaticCache(model.config, LENGTH)
+    assert torch.equal(model(ids, attention_mask=right, past_key_values=cache).logits, want)
+    with pytest.raises(ValueError, match="attention_mask: expected padding in front"):
+        model(ids[:, :1], attention_mask=nn.functional.pad(right, (0, 1), value=1), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_model_without_a_cache_of_this_kind() -> None:
+    """One token behind others in transformers' own cache, softcap and no padding: no mask at all."""
+    model: Any = small("gemma2")
+    ids = torch.randint(1, 200, (2, 7), generator=torch.Generator().manual_seed(3))
+    found = []
+    for name in ("octofuse", "eager"):
+        model.set_attn_implementation(name)
+        first = model(ids[:, :6], use_cache=True)
+        found.append(model(ids[:, 6:], past_key_values=first.past_key_values).logits)
+    assert (found[0] - found[1]).abs().max() < 1e-4
+
+
+def test_attention_that_a_cache_of_codes_has_not() -> None:
+    q, k = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 5, 16)
+    run = AttentionInterface()["octofuse"]
+    with pytest.raises(ValueError, match="s_aux: expected a model without attention sinks"):
+        run(nn.Module(), q, k, k, None, s_aux=torch.zeros(4))
+    with pytest.raises(ValueError, match="position_bias: expected None"):
+        run(nn.Module(), q, k, k, None, softcap=3.0, position_bias=torch.zeros(1))
+    with pytest.raises(
+        ValueError, match="cache: expected a model that attends to keys and values as the cache gives them"
+    ):
+        run(nn.Module(), q, k.to(torch.int8), k.to(torch.int8), None)

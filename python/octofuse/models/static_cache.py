@@ -1,9 +1,8 @@
 """A static cache in 8 bits for transformers' own `generate`: half the memory, read as it is, with graphs and compilation.
 
-A layer of the cache quantises keys and values as they come and hands its codes on; transformers' attention calls
-`octofuse_attention`, and its mask `octofuse_mask`, both by the name "octofuse". A prompt attends to its own unrounded keys
-and values; a later token to what the cache holds, with one kernel, for which the mask is each sequence's first and last
-position.
+A layer of the cache quantises keys and values as they come and hands its codes on; transformers calls
+`octofuse_attention`, by the name "octofuse", with the mask that "sdpa" has. A prompt attends to its own unrounded keys and
+values; a later token to what the cache holds, with one kernel, which takes each sequence's first and last position.
 """
 
 from __future__ import annotations
@@ -37,24 +36,26 @@ class QuantizedStaticLayer(StaticLayer):  # type: ignore[misc]
         self.is_empty = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "cache: expected memory before a prompt is compiled: call cache.early_initialization(batch, heads, "
+                "head_dim, dtype, device)"
+            )
         if key_states.shape[-1] != value_states.shape[-1]:
             sizes = f"{key_states.shape[-1]} and {value_states.shape[-1]}"
             raise ValueError(f"config: expected keys and values of one head size, got {sizes}")
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads = key_states.shape[:2]
         self.k_head_dim = self.v_head_dim = key_states.shape[-1]
-        shape = (2, self.batch_size, self.num_heads, self.max_cache_len, self.k_head_dim)
-        codes, scales = new_codes(shape, self.kind, key_states)
-        assert scales is not None
-        self.keys, self.values = codes.unbind()
-        self.key_scales, self.value_scales = scales.unbind()
+        shape = (self.batch_size, self.num_heads, self.max_cache_len, self.k_head_dim)
+        self.keys, self.key_scales = new_codes(shape, self.kind, key_states)
+        self.values, self.value_scales = new_codes(shape, self.kind, key_states)
         # Attention sees what update() returns, and nothing else of the cache.
         self.keys.octofuse_scales = self.key_scales  # type: ignore[attr-defined]
         self.values.octofuse_scales = self.value_scales  # type: ignore[attr-defined]
         self.cumulative_length = self.cumulative_length.to(self.device)
-        if not torch.compiler.is_compiling():
-            for tensor in (self.keys, self.values, self.key_scales, self.value_scales, self.cumulative_length):
-                torch._dynamo.mark_static_address(tensor)
+        for tensor in (self.keys, self.values, self.key_scales, self.value_scales, self.cumulative_length):
+            torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -64,12 +65,27 @@ class QuantizedStaticLayer(StaticLayer):  # type: ignore[misc]
         if self.config._attn_implementation != NAME:
             raise ValueError(
                 f"config: expected attention by {NAME!r} beside a QuantizedStaticCache, got "
-                f"{self.config._attn_implementation!r}: call model.set_attn_implementation({NAME!r})"
+                f"{self.config._attn_implementation!r}: call model.set_attn_implementation({NAME!r}); a model that stays "
+                "with another has attention of its own"
             )
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            raise ValueError("cache: expected no gradients through a QuantizedStaticCache: call under torch.no_grad()")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if key_states.shape[:2] != (self.batch_size, self.num_heads):
+            raise ValueError(
+                f"cache: expected {self.batch_size} sequences with {self.num_heads} heads, as at its first use, got "
+                f"{key_states.shape[0]} and {key_states.shape[1]}"
+            )
         cache = (self.keys, self.values, self.key_scales, self.value_scales)
         length, first = key_states.shape[2], self.cumulative_length.clone()
+        fits = first + length <= self.max_cache_len
+        too_many = f"max_cache_len: expected room for all tokens, got {self.max_cache_len}"
+        if self.device.type == "cpu" and not torch.compiler.is_compiling():
+            if not fits:
+                raise ValueError(too_many)
+        else:  # nothing waits for the device
+            torch._assert_async(fits, too_many)
         self.cumulative_length.add_(length)
         torch.ops.octofuse.cache_append(key_states, value_states, *cache, first)
         if length == 1:
@@ -90,6 +106,9 @@ class QuantizedStaticLayer(StaticLayer):  # type: ignore[misc]
             self.key_scales.zero_()
             self.value_scales.zero_()
 
+    def crop(self, *_: Any) -> None:
+        raise ValueError("cache: expected one that can be cropped, for assisted decoding, got a QuantizedStaticCache")
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """In place: whoever has captured the addresses keeps them."""
         for tensor in (self.keys, self.values, self.key_scales, self.value_scales):
@@ -109,7 +128,8 @@ class QuantizedStaticCache(Cache):  # type: ignore[misc]
         max_cache_len: tokens of a sequence, prompt included.
         kind: "int8", or "fp8" (e4m3); a token's channels share a scale in every head, largest magnitude / 127 or / 448.
 
-    Padding stands in front (`padding_side="left"`). A layer with a sliding window keeps everything and reads the window.
+    The positions that a token sees follow one another: padding stands in front (`padding_side="left"`). A layer with a
+    sliding window keeps everything and reads the window.
     Head sizes that are multiples of 16, up to 256, in fp16 or bf16 on a GPU of compute capability 8.0 or later, take one
     kernel for append and one for attention; others take steps of torch.
 
@@ -119,7 +139,7 @@ class QuantizedStaticCache(Cache):  # type: ignore[misc]
     def __init__(self, config: Any, max_cache_len: int, kind: str = "int8") -> None:
         if kind not in CACHE_KINDS:
             raise ValueError(f"kind: expected {' or '.join(map(repr, CACHE_KINDS))}, got {kind!r}")
-        if not isinstance(max_cache_len, int) or max_cache_len < 1:
+        if not isinstance(max_cache_len, int) or isinstance(max_cache_len, bool) or max_cache_len < 1:
             raise ValueError(f"max_cache_len: expected an int of at least 1, got {max_cache_len!r}")
         if not isinstance(config, transformers.PretrainedConfig):
             raise ValueError(f"config: expected a transformers config, got {type(config).__name__}")
@@ -138,35 +158,40 @@ class QuantizedStaticCache(Cache):  # type: ignore[misc]
         return sum(t.nbytes for t in tensors if t is not None)
 
 
-def octofuse_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Tensor | int = 0,
-    attention_mask: Tensor | None = None,
-    **more: Any,
-) -> Tensor | None:
-    """One query token of a static cache: int64 `[2, 1, 1, B]`, the first and the last position that it sees; else the
-    mask of "sdpa".
+def seen_by_one_token(mask: Tensor) -> Tensor:
+    """mask bool `[B, 1, 1, C]` -> int64 `[2, B]`, the first and the last position of each sequence.
 
-    Raises ValueError for padding that does not stand in front.
+    Raises ValueError where others between them are hidden; in a graph the device stops instead.
     """
-    mask: Tensor | None = sdpa_mask(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, attention_mask=attention_mask,
-        **more,
-    )  # fmt: skip
-    if attention_mask is not None and not torch.compiler.is_compiling() and q_length > 1:
-        valid = attention_mask.bool()
-        if (valid[:, 1:] < valid[:, :-1]).any():
-            raise ValueError(
-                "attention_mask: expected padding in front of each sequence (padding_side='left'), got others"
-            )
-    if q_length != 1 or mask is None:
-        return mask
-    mask = mask.expand(batch_size, 1, 1, kv_length)
-    first = mask.int().argmax(-1)
-    last = kv_length - 1 - mask.flip(-1).int().argmax(-1)
-    return torch.stack([first, last]).view(2, 1, 1, batch_size)
+    version = None if torch.compiler.is_compiling() or mask.is_inference() else mask._version
+    known = getattr(mask, "octofuse_seen", None)  # of an earlier layer in this step
+    if version is not None and known is not None and known[0] == version:
+        earlier: Tensor = known[1]
+        return earlier
+    rows = mask[:, 0, 0]
+    first = rows.int().argmax(-1)
+    last = rows.shape[-1] - 1 - rows.flip(-1).int().argmax(-1)
+    seen = torch.stack([first, last])
+    whole = (rows.sum(-1) == last - first + 1).all()
+    message = "attention_mask: expected padding in front of each sequence (padding_side='left'), got gaps"
+    if torch.compiler.is_compiling():
+        torch._assert_async(whole, message)
+        return seen
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        torch._assert_async(whole, message)
+    elif not whole:
+        raise ValueError(message)
+    if version is not None:
+        mask.octofuse_seen = (version, seen)  # type: ignore[attr-defined]
+    return seen
+
+
+def _check_codes(key: Tensor, value: Tensor) -> None:
+    if key.is_floating_point() and value.is_floating_point():
+        return
+    if not (hasattr(key, "octofuse_scales") and hasattr(value, "octofuse_scales")):
+        raise ValueError("cache: expected a model that attends to keys and values as the cache gives them, got one that "
+                         "changes them")  # fmt: skip
 
 
 def octofuse_attention(
@@ -178,35 +203,47 @@ def octofuse_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """query `[B, H, T, D]` -> `[B, T, H, D]`: over codes with their scales by `cache_attend`, over anything else as
-    "sdpa"."""
+    "sdpa", or with a softcap by steps.
+
+    Raises ValueError for attention sinks, for biases of positions beside codes or a softcap, for masks with gaps.
+    """
+    _check_codes(key, value)
     scales = getattr(key, "octofuse_scales", None)
+    if s_aux is not None:
+        raise ValueError("s_aux: expected a model without attention sinks, got one with them")
+    if position_bias is not None and (scales is not None or softcap is not None):
+        raise ValueError("position_bias: expected None beside a QuantizedStaticCache or a softcap, got a tensor")
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-    ranges = attention_mask is not None and attention_mask.dtype == torch.int64
-    if scales is not None and ranges:
-        assert attention_mask is not None
-        seen = attention_mask.view(2, query.shape[0])
+    if scales is not None:
         codes = (key, value, scales, value.octofuse_scales)  # type: ignore[attr-defined]
-        return torch.ops.octofuse.cache_attend(query, *codes, seen, factor, softcap), None
-    if scales is not None:  # a mask of the caller's own
-        key = decoded(key, scales, query.dtype)
-        value = decoded(value, value.octofuse_scales, query.dtype)  # type: ignore[attr-defined]
-    if ranges:  # beside another static cache
-        assert attention_mask is not None
-        at = torch.arange(key.shape[2], device=key.device)
-        first, last = attention_mask.view(2, -1, 1, 1, 1).unbind()
-        attention_mask = (at >= first) & (at <= last)
+        if attention_mask is None:
+            raise ValueError("attention_mask: expected transformers' own for a static cache, got None")
+        if attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1:
+            if attention_mask.shape[0] != query.shape[0]:
+                attention_mask = attention_mask.expand(query.shape[0], 1, 1, -1)
+            seen = seen_by_one_token(attention_mask)
+            return torch.ops.octofuse.cache_attend(query, *codes, seen, factor, softcap), None
+        key, value = (decoded(c, s, query.dtype) for c, s in zip(codes[:2], codes[2:], strict=True))
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
-    if softcap is not None:
-        if attention_mask is None:
-            attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
-        return masked_attention(query, key, value, attention_mask, factor, softcap).transpose(1, 2).contiguous(), None
-    out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **more)
-    return out, None
+    if softcap is None:
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, position_bias=position_bias, **more
+        )
+        return out, None
+    if attention_mask is None:
+        attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device)
+        if more.get("is_causal", getattr(module, "is_causal", True)) in (True, None):
+            attention_mask = attention_mask.tril(key.shape[2] - query.shape[2])
+    elif attention_mask.is_floating_point():
+        attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min / 2
+    return masked_attention(query, key, value, attention_mask, factor, softcap).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, octofuse_attention)
-AttentionMaskInterface.register(NAME, octofuse_mask)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -100,6 +100,8 @@ def _cache_attend(
 ) -> Tensor:
     batch, heads, _, size = q.shape
     if _serves(q):
+        # In a captured graph attention reads the cache before earlier kernels have finished. The zeros of this scratch are
+        # written by torch in between, which nothing overtakes: what cache_append has written is there.
         partials, arrivals = decode.attend_scratch(batch, heads, keys.shape[1], size, keys.shape[2], q.device)
         call = _call(
             q=q.reshape(batch, heads, size), keys=keys, values=values, key_scales=key_scales, value_scales=value_scales,
