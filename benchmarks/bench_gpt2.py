@@ -183,11 +183,10 @@ def transformers_columns(model: nn.Module, device: torch.device, compiled: bool)
     return {"batches": batches, "prefill": {"transformers eager ms": median_seconds(prefill, device, 5) * 1e3}}
 
 
-def budget(generator: Generator, size: str, engine: str, context: int = 38) -> list[dict[str, Any]]:
-    """Where a step of one sequence goes: a kernel counts from the end of the one before to its own."""
+def kernels_of_a_step(session: Session, context: int) -> list[tuple[str, float, float]]:
+    """Name, start and end in microseconds of each, by their ends."""
     from torch.profiler import ProfilerActivity, profile
 
-    session = session_of(generator, 1, context)
     session.positions.fill_(context - 8)
     for _ in range(3):
         session.step()
@@ -195,19 +194,24 @@ def budget(generator: Generator, size: str, engine: str, context: int = 38) -> l
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         session.step()
         torch.cuda.synchronize()
-    events = [e for e in trace.events() if e.device_type.name == "CUDA" and e.time_range.elapsed_us() > 0]
-    events.sort(key=lambda e: e.time_range.end)
+    events: list[Any] = [e for e in trace.events() if e.device_type.name == "CUDA" and e.time_range.elapsed_us() > 0]
+    return sorted(((e.name, e.time_range.start, e.time_range.end) for e in events), key=lambda kernel: kernel[2])
+
+
+def budget(generator: Generator, size: str, engine: str, context: int = 38) -> list[dict[str, Any]]:
+    """Where a step of one sequence goes: a kernel counts from the end of the one before to its own."""
+    kernels = kernels_of_a_step(session_of(generator, 1, context), context)
     spent: dict[str, list[float]] = defaultdict(list)
-    last = events[0].time_range.start
-    for event in events:
-        spent[event.name[:80]].append(max(0.0, event.time_range.end - last))
-        last = max(last, event.time_range.end)
+    last = kernels[0][1]
+    for name, _, end in kernels:
+        spent[name[:80]].append(max(0.0, end - last))
+        last = max(last, end)
     rows = [
         {"model": size, "engine": engine, "kernel": name, "calls": len(times), "us": sum(times)}
         for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))
     ]
     rows.append(
-        {"model": size, "engine": engine, "kernel": "all", "calls": len(events), "us": sum(r["us"] for r in rows)}
+        {"model": size, "engine": engine, "kernel": "all", "calls": len(kernels), "us": sum(r["us"] for r in rows)}
     )
     return rows
 

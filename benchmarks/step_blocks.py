@@ -10,32 +10,15 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-from typing import Any
 
 import torch
 
-from bench_gpt2 import session_of, step_time
+from bench_gpt2 import kernels_of_a_step, session_of, step_time
 from models import SHAPES, build
-from octofuse.generate import Generator, Session
+from octofuse.generate import Generator
 
 CONTEXT = 136
 OUTSIDE = 3  # kernels at least: embedding or a norm, the head, the choice of a token
-
-
-def kernels_of_a_step(session: Session) -> list[tuple[str, float, float]]:
-    """(name, start, end) in microseconds, by their ends."""
-    from torch.profiler import ProfilerActivity, profile
-
-    session.positions.fill_(CONTEXT - 8)
-    for _ in range(3):
-        session.step()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        session.step()
-        torch.cuda.synchronize()
-    events: list[Any] = [e for e in trace.events() if e.device_type.name == "CUDA" and e.time_range.elapsed_us() > 0]
-    found = [(plain(e.name), float(e.time_range.start), float(e.time_range.end)) for e in events]
-    return sorted(found, key=lambda kernel: kernel[2])
 
 
 def plain(name: str) -> str:
@@ -45,7 +28,7 @@ def plain(name: str) -> str:
 def of_a_block(kernels: list[tuple[str, float, float]], blocks: int) -> list[tuple[str, float, float]]:
     """(name, microseconds, start) of each kernel of a block, averaged over all but the first and the last block."""
     count = (len(kernels) - OUTSIDE) // blocks
-    names = [name for name, _, _ in kernels]
+    names = [plain(name) for name, _, _ in kernels]
     inner = range(1, blocks - 1)
     first = next(i for i in range(count) if all(names[i + count * j] == names[i + count] for j in inner))
     found = []
@@ -73,7 +56,7 @@ def main() -> None:
     blocks = len(generator.decoder.blocks)
     session = session_of(generator, 1, CONTEXT)
     print(f"a step: {step_time(session, CONTEXT - 36):.1f} us")
-    for name, spent, start in of_a_block(kernels_of_a_step(session), blocks):
+    for name, spent, start in of_a_block(kernels_of_a_step(session, CONTEXT), blocks):
         print(f"{spent:7.2f} us  start {start:7.2f}  {name}")
 
 

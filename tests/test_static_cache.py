@@ -263,6 +263,22 @@ def test_gaps_between_what_a_token_sees_are_refused() -> None:
 
 
 @torch.no_grad()
+def test_a_mask_of_the_callers_own_that_changes() -> None:
+    """One tensor for every step, written in place."""
+    model: Any = small("llama")
+    ids, _ = padded()
+    tokens = torch.randint(1, 200, (3, 4), generator=torch.Generator().manual_seed(2))
+    caches = [QuantizedStaticCache(model.config, LENGTH) for _ in range(2)]
+    for cache in caches:
+        model(ids, past_key_values=cache)
+    mask = torch.zeros(3, 1, 1, LENGTH, dtype=torch.bool)
+    for i in range(4):
+        mask[..., : ids.shape[1] + i + 1] = True
+        got = model(tokens[:, i : i + 1], attention_mask=mask, past_key_values=caches[0]).logits
+        assert torch.equal(got, model(tokens[:, i : i + 1], past_key_values=caches[1]).logits)
+
+
+@torch.no_grad()
 def test_a_model_without_a_cache_of_this_kind() -> None:
     """One token behind others in transformers' own cache, softcap and no padding: no mask at all."""
     model: Any = small("gemma2")

@@ -163,9 +163,11 @@ def seen_by_one_token(mask: Tensor) -> Tensor:
 
     Raises ValueError where others between them are hidden; in a graph the device stops instead.
     """
-    version = None if torch.compiler.is_compiling() or mask.is_inference() else mask._version
-    known = getattr(mask, "octofuse_seen", None)  # of an earlier layer in this step
-    if version is not None and known is not None and known[0] == version:
+    # Found once a step, for all layers; in a graph by each, as a mask of the caller's own may have been seen before it.
+    recorded = torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    version = None if recorded or mask.is_inference() else mask._version
+    known = None if version is None else getattr(mask, "octofuse_seen", None)
+    if known is not None and known[0] == version:
         earlier: Tensor = known[1]
         return earlier
     rows = mask[:, 0, 0]
@@ -174,10 +176,7 @@ def seen_by_one_token(mask: Tensor) -> Tensor:
     seen = torch.stack([first, last])
     whole = (rows.sum(-1) == last - first + 1).all()
     message = "attention_mask: expected padding in front of each sequence (padding_side='left'), got gaps"
-    if torch.compiler.is_compiling():
-        torch._assert_async(whole, message)
-        return seen
-    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+    if recorded:
         torch._assert_async(whole, message)
     elif not whole:
         raise ValueError(message)

@@ -83,9 +83,9 @@ def _cache_append(
         return
     positions = first + torch.arange(length, device=k.device)
     for new, codes, scales in ((k, keys, key_scales), (v, values, value_scales)):
-        new_codes_, new_scales = encoded(new, codes.dtype)
-        codes.index_copy_(2, positions, new_codes_)
-        scales.index_copy_(2, positions, new_scales)
+        of_tokens, scales_of_tokens = encoded(new, codes.dtype)
+        codes.index_copy_(2, positions, of_tokens)
+        scales.index_copy_(2, positions, scales_of_tokens)
 
 
 def _cache_attend(
