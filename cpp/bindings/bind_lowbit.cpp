@@ -107,6 +107,13 @@ void parse_addend(py::handle object, const char* name, const std::vector<int64_t
 void parse_epilogue(LowbitCall& call, const LowbitFields& given) {
   LowbitArgs& args = call.weight.args;
   args.epilogue.activation = parse_activation(given.activation);
+  args.gated = given.gated.cast<bool>();
+  if (args.gated) {
+    if (args.n % 2 != 0) refuse<ValueError>("gated", "False for an odd N", "True, N = " + std::to_string(args.n));
+    if (args.epilogue.activation == Activation::kNone) refuse<ValueError>("activation", "one beside gated", "None");
+    if (!given.residual.is_none()) refuse<ValueError>("residual", "None beside gated", "one");
+    call.out_shape.back() = args.n / 2;
+  }
   parse_addend(given.bias, "bias", {args.n}, call.x, call.bias);
   parse_addend(given.residual, "residual", call.out_shape, call.x, call.residual);
   if (!given.x_scale.is_none()) args.epilogue.x_scale = parse_scale(given.x_scale, "x_scale", args.m, call.x);
@@ -190,6 +197,7 @@ py::object lowbit_linear_op(const py::tuple& fields) {
   LowbitArgs& args = call.weight.args;
   const LowbitEngine engine = select_lowbit(call.problem, capability_of(call.x), parse_str(given.engine, "engine"));
   if (engine == LowbitEngine::kDequantized && (args.m > 0 || call.problem.unserved != nullptr)) return py::none();
+  if (engine == LowbitEngine::kCpu && args.gated) return py::none();
   TensorFactory factory(call.x.dl.device);
   py::object result = factory.make(call.out_shape, args.out_type, &args.out);
   if (args.m == 0) return result;

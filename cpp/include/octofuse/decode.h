@@ -73,6 +73,7 @@ struct AttendArgs {
   float inverse_pairs = 1.0F;    // 2 / head_size
   bool reads_first = false;      // lets successors in only behind its own first requests
   int slots = 2;                 // of a warp's ring
+  int sums_at = 0;               // where the warps' sums lie in dynamic shared memory, in bytes
   uint32_t* arrivals = nullptr;  // AttendScratch's counters: splits that are done; zero, and left zero
 };
 

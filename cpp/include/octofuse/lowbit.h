@@ -1,5 +1,6 @@
 // Linears whose weights have 1 to 8 bits and whose activations are fp16 or bf16, or int8 with a scale for each token:
-//   out = round(act(x_scale * (x * w^T) + bias) + residual).
+//   out = round(act(x_scale * (x * w^T) + bias) + residual),
+// or, gated, y = round(x_scale * (x * w^T) + bias), out = act(first half of y's row) * second half as row_pass() has it.
 //
 // Weights lie in tiles of 16 output channels, a row tile, by 128 columns, a k-block (python/octofuse/quant/packing.py
 // has the one description), and
@@ -70,7 +71,8 @@ struct LowbitArgs {
   const uint8_t* zero = nullptr;  // [groups, n], uniform alone, or null
   // Of it x_scale, out_scale, bias, activation and residual are read; bias and residual are of `type`.
   EpilogueArgs epilogue;
-  void* out = nullptr;               // [m, n], row stride n
+  bool gated = false;                // no residual then
+  void* out = nullptr;               // [m, n], gated [m, n / 2], contiguous
   DType out_type = DType::kFloat16;  // `type` or int8
   bool constant_weight = false;      // nothing in flight writes packed, scale, zero, bias, or a norm's weight and bias
 };

@@ -2,10 +2,12 @@
 // appends key and value to the cache, takes the softmax over the positions that the token sees, and weighs the values
 // by it.
 //
-// The grid is [splits of positions, heads of the cache, sequences]; where more than 8 query heads share keys and
-// values, several blocks have the same. A block reads the positions of a split once for all of its query heads and
-// leaves their softmaxes of these: the highest score, the sum of the weights, and the weighted sums of the values. The
-// block that finishes last combines the splits in their order, so that the result does not depend on which one that is.
+// The grid is [takers of splits, heads of the cache, sequences]; where more than 8 query heads share keys and values,
+// several blocks have the same. A block reads the positions of a split once for all of its query heads and leaves their
+// softmaxes of these: the highest score, the sum of the weights, and the weighted sums of the values. Then it goes on
+// with another split, whose first tiles are on their way already. The block that finishes last combines the splits in
+// their order. Splits depend on a sequence's length alone, so the result depends neither on which block takes which nor
+// on which one is last.
 //
 // Inside a block each of the 8 warps takes every eighth tile of 16 positions (tile.cuh). All keys and values of its
 // first tile are requested before the kernel that computes the new ones has finished (chain.cuh); only the queries and
@@ -15,6 +17,7 @@
 #include <algorithm>
 
 #include "decode/block.cuh"
+#include "device/align.h"
 #include "device/chain.cuh"
 #include "device/launch.h"
 #include "octofuse/device.h"
@@ -24,7 +27,7 @@ namespace {
 
 using namespace decode;
 
-// Slots of a warp's ring in shared memory: as many as pay, or, on a device with less of it, 2 or 1.
+// Slots of a warp's ring in shared memory: as many as pay, or, where there is less of it, 2 or 1.
 template <class T, CacheType kCache, int kBlocks>
 constexpr int kMostSlots = kBlocks == 4 && kCache == CacheType::kFloat ? 3 : 12288 / Slot<T, kCache, kBlocks>::kBytes;
 
@@ -54,78 +57,132 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 4 ? 1 : 2)
   if (!args.reads_first) launch_dependents();
   const int warp = static_cast<int>(threadIdx.x >> 5);
   char* const ring = reinterpret_cast<char*>(dynamic) + warp * args.slots * WarpSlot::kBytes;
-  const int start = work.begin + warp * kTile;
-  const int kept = min(work.newest + (work.has_new ? 0 : 1), work.end);  // positions in front of it are in the cache
-  // Item 2 * i of a warp are the keys, item 2 * i + 1 the values of its i-th tile.
-  const int items = work.end <= start ? 0 : 2 * ((work.end - start - 1) / kPass + 1);
-  const auto request = [&](int item, int slot) {
-    if (item < items) {
+  const int kept = work.newest + (work.has_new ? 0 : 1);  // positions in front of it are in the cache
+  Walk ahead(work, warp);
+  bool ahead_to_values = false;  // a tile's keys come first
+  const auto request = [&](int slot) {
+    if (!ahead.is_over()) {
       const WarpSlot to{ring + slot * WarpSlot::kBytes};
-      to.copy(args.heads, (item & 1) != 0, work.row, start + (item >> 1) * kPass, work.first, kept);
+      to.copy(args.heads, ahead_to_values, work.row, ahead.position, work.first, kept);
+      if (ahead_to_values) ahead.advance();
+      ahead_to_values = !ahead_to_values;
     }
     commit_copies();
   };
-  // Where all fit into the ring they are waited for together.
-  const int ahead = min(args.slots, items);
 #pragma unroll 1
-  for (int item = 0; item < ahead; ++item) request(item, item);
+  for (int slot = 0; slot < args.slots && !ahead.is_over(); ++slot) request(slot);
+  const bool fits = ahead.is_over();  // all into the ring: then they are waited for together
   if (args.reads_first) launch_dependents();
-  Block<T, kCache, kBlocks> block(args, work, memory, reinterpret_cast<float*>(dynamic));
+  auto* const sums = reinterpret_cast<float*>(reinterpret_cast<char*>(dynamic) + args.sums_at);
+  Block<T, kCache, kBlocks> block(args, work, memory, sums);
   block.clear();
   wait_for_predecessors();
   block.prepare();
   __syncthreads();
-  Softmax<T, kCache, kBlocks> softmax;
-  float scores[4];
+  const bool alone = work.splits == 1;
   int slot = 0;
 #pragma unroll 1
-  for (int item = 0; item < items; ++item) {
-    const WarpSlot here{ring + slot * WarpSlot::kBytes};
-    ahead == items ? wait_for_copies<0>() : wait_for_slot<kMostSlots<T, kCache, kBlocks>>(args.slots);
-    __syncwarp();
-    const int at = start + (item >> 1) * kPass;
-    const bool values = (item & 1) != 0;
-    if (work.has_new && work.newest - at < kTile && work.newest >= at) {
-      here.replace(work.newest - at, memory.pair[values ? 1 : 0], values ? nullptr : memory.scales);
+  for (int split = Work::split(); split < work.splits; split += Work::step()) {
+    Softmax<T, kCache, kBlocks> softmax;
+    float scores[4];
+    bool values = false;
+    const int end = work.end(split);
+#pragma unroll 1
+    for (int at = work.begin(split) + warp * kTile; at < end; at += values ? 0 : kPass) {
+      const WarpSlot here{ring + slot * WarpSlot::kBytes};
+      fits ? wait_for_copies<0>() : wait_for_slot<kMostSlots<T, kCache, kBlocks>>(args.slots);
+      __syncwarp();
+      if (work.has_new && work.newest - at < kTile && work.newest >= at) {
+        here.replace(work.newest - at, memory.pair[values ? 1 : 0], values ? nullptr : memory.scales);
+      }
+      if (values) {
+        add_values(here, scores, softmax.sums);
+      } else {
+        block.score(here, at, scores);
+        softmax.weigh(here, scores);
+      }
+      __syncwarp();
+      if (!fits) request(slot);
+      slot = slot + 1 == args.slots ? 0 : slot + 1;
+      values = !values;
     }
-    if (values) {
-      add_values(here, scores, softmax.sums);
-    } else {
-      block.score(here, at, scores);
-      softmax.weigh(here, scores);
-    }
-    __syncwarp();
-    if (ahead != items) request(item + args.slots, slot);
-    slot = slot + 1 == args.slots ? 0 : slot + 1;
+    softmax.finish();
+    __syncthreads();  // the warps' sums may lie where slots were, and those of a split before have been read
+    block.leave(softmax);
+    __syncthreads();
+    block.for_each([&](int head, int channel) {
+      const Partial partial = block.of_warps(head, channel);
+      alone ? block.store(head, channel, partial) : block.leave_split(split, head, channel, partial);
+    });
   }
-  softmax.finish();
-  __syncthreads();  // slots become the place of the warps' sums
-  block.leave(softmax);
-  __syncthreads();
-  const bool alone = work.splits == 1;
-  block.for_each([&](int head, int channel) {
-    const Partial partial = block.of_warps(head, channel);
-    alone ? block.store(head, channel, partial) : block.leave_split(head, channel, partial);
-  });
   if (alone || !block.is_last()) return;
   block.for_each([&](int head, int channel) { block.store(head, channel, block.of_splits(head, channel)); });
 }
 
-// The slots of a warp that leave room for `own` bytes of the block.
+// How a launch divides its work among blocks and their shared memory.
 template <class T, CacheType kCache, int kBlocks>
-int slots_of(const HeadsArgs& heads, int own, int room) {
-  constexpr int kMost = kMostSlots<T, kCache, kBlocks>;
-  const int fit = (room - own) / (kWarps * Slot<T, kCache, kBlocks>::kBytes);
-  if (heads.capacity <= kPass && fit >= 2) return 2;  // every warp has one tile
-  return fit >= kMost ? kMost : std::min(fit, 2);
-}
+class Division {
+  static constexpr int kMost = kMostSlots<T, kCache, kBlocks>;
+  static constexpr int kOfSlots = kWarps * Slot<T, kCache, kBlocks>::kBytes;  // of a slot of all warps
+  static constexpr int kOwn = sizeof(Shared<T, kCache, kBlocks>);
+  static constexpr int kOnSm = kBlocks == 4 ? 1 : 2;  // blocks at once
+  static constexpr int kReserved = 1024;              // bytes of shared memory of a block that are not its own
+
+ public:
+  int takers;   // blocks that take turns with the splits of a head
+  int slots;    // of a warp's ring
+  int sums_at;  // the warps' sums: behind the rings if a block's next split is on its way meanwhile
+  int bytes;    // of dynamic shared memory
+
+  Division(const AttendArgs& args, const Capability& capability) : takers(splits_of(args.heads.capacity)) {
+    const HeadsArgs& heads = args.heads;
+    const int sums = kWarps * std::min(args.group, kMostHeads) *
+                     Block<T, kCache, kBlocks>::value_pitch(heads.head_size) * 4;
+    const int64_t rows = int64_t{heads.batch} * heads.pairs * args.sharing;
+    const int fewer = takers_of(heads.capacity, rows, capability.sm_count * kOnSm);
+    const int room = capability.shared_memory;
+    const int beside = slots_in(room / kOnSm - kReserved - kOwn - sums);
+    if (fewer < takers && beside >= 2) {
+      takers = fewer;
+      slots = beside;
+      sums_at = slots * kOfSlots;
+      bytes = sums_at + sums;
+      return;
+    }
+    slots = slots_in(room - kOwn);
+    if (heads.capacity <= kPass && slots > 2) slots = 2;  // every warp has one tile
+    sums_at = 0;
+    bytes = std::max(slots * kOfSlots, sums);
+  }
+
+ private:
+  // kMost, 2 or 1.
+  static int slots_in(int bytes) {
+    const int fit = bytes / kOfSlots;
+    return fit >= kMost ? kMost : std::min(fit, 2);
+  }
+
+  // A wave of blocks takes as long as one's splits, and a start, which takes about as long as so many positions.
+  static int takers_of(int capacity, int64_t rows, int places) {
+    constexpr int64_t kStart = 128;
+    const int splits = splits_of(capacity);
+    const int64_t positions = ceil_div(capacity, splits);
+    const auto time = [&](int takers) {
+      return ceil_div(rows * takers, places) * (ceil_div(splits, takers) * positions + kStart);
+    };
+    int best = splits;
+    for (int takers = splits - 1; takers > 0; --takers) {
+      if (time(takers) < time(best)) best = takers;
+    }
+    return best;
+  }
+};
 
 template <class T, CacheType kCache, int kBlocks>
 void launch(AttendArgs args, int device, cudaStream_t stream) {
   static DeviceFlags raised;
   const HeadsArgs& heads = args.heads;
-  const int room = device_capability(device).shared_memory;
-  const int own = static_cast<int>(sizeof(Shared<T, kCache, kBlocks>));
+  const Capability& capability = device_capability(device);
   const bool capped = args.softcap != 0.0F;
   args.group = heads.queries / heads.pairs;
   args.sharing = sharing_of(args.group);
@@ -135,16 +192,16 @@ void launch(AttendArgs args, int device, cudaStream_t stream) {
   // takes 2.5 % less, of the Llama 8B with 4 bits 1.3 % less and with 8 bits 1 % more; but one of the GPT-2 XL, whose
   // next kernels have much to load, 4 % more.
   args.reads_first = args.group > 1;
-  args.slots = slots_of<T, kCache, kBlocks>(heads, own, room);
-  const int pitch = Block<T, kCache, kBlocks>::value_pitch(heads.head_size);
-  const int of_slots = kWarps * args.slots * Slot<T, kCache, kBlocks>::kBytes;
-  const int shared = std::max(of_slots, kWarps * std::min(args.group, kMostHeads) * pitch * 4);
+  const Division<T, kCache, kBlocks> division(args, capability);
+  args.slots = division.slots;
+  args.sums_at = division.sums_at;
   const auto* const kernel = reinterpret_cast<const void*>(attend_kernel<T, kCache, kBlocks>);
-  allow_shared_memory(kernel, room - own, device, raised);
-  const dim3 grid(static_cast<unsigned>(splits_of(heads.capacity)), static_cast<unsigned>(heads.pairs * args.sharing),
+  allow_shared_memory(kernel, capability.shared_memory - static_cast<int>(sizeof(Shared<T, kCache, kBlocks>)), device,
+                      raised);
+  const dim3 grid(static_cast<unsigned>(division.takers), static_cast<unsigned>(heads.pairs * args.sharing),
                   static_cast<unsigned>(heads.batch));
   const bool chained = is_chained(stream, device);
-  launch_kernel("attend", kernel, grid, dim3(kThreads), shared, dim3(1), chained, &args, stream);
+  launch_kernel("attend", kernel, grid, dim3(kThreads), division.bytes, dim3(1), chained, &args, stream);
 }
 
 template <class T, CacheType kCache>

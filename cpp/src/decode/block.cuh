@@ -58,14 +58,14 @@ __host__ __device__ inline int splits_of(int capacity) {
 // Blocks that share a head of the cache.
 __host__ __device__ inline int sharing_of(int group) { return (group + kMostHeads - 1) / kMostHeads; }
 
-// What a block works on.
+// What a block works on: every gridDim.x-th split of the positions that its token sees.
 struct Work {
   int sequence, head, heads, pair;  // head: the first of `heads` query heads
   bool leads;                       // the first of the blocks that share a head of the cache
   bool has_new;                     // there are a key and a value to append
   int first, newest;                // positions that the token sees
-  int begin, end;                   // of these, the split's
-  int split, splits;                // of those that hold any
+  int bits;                         // of a split
+  int splits;                       // that hold any of these positions
   int64_t row;                      // of position 0 in the cache
 
   __device__ Work(const AttendArgs& args, int64_t position) {
@@ -80,16 +80,40 @@ struct Work {
     const int start = args.starts != nullptr ? static_cast<int>(args.starts[sequence]) : 0;
     first = min(newest, max(start, args.window > 0 ? max(0, newest + 1 - args.window) : 0));
     has_new = args.heads.k.data != nullptr;
-    const int bits = split_bits_of(newest);
-    begin = static_cast<int>(blockIdx.x) << bits;
-    end = min(begin + (1 << bits), newest + 1);
-    split = static_cast<int>(blockIdx.x) - (first >> bits);
+    bits = split_bits_of(newest);
     splits = (newest >> bits) - (first >> bits) + 1;
     row = (static_cast<int64_t>(sequence) * args.heads.pairs + pair) * args.heads.capacity;
-    begin = max(begin, first & -kTile);
   }
-  __device__ bool is_none() const { return split < 0 || begin > newest; }
-  __device__ bool appends() const { return has_new && end == newest + 1; }
+  __device__ static int split() { return static_cast<int>(blockIdx.x); }  // the block's first
+  __device__ static int step() { return static_cast<int>(gridDim.x); }
+  __device__ bool is_none() const { return split() >= splits; }
+  __device__ bool appends() const { return has_new && (splits - 1) % step() == split(); }
+  __device__ int begin(int split) const { return max(((first >> bits) + split) << bits, first & -kTile); }
+  __device__ int end(int split) const { return min(((first >> bits) + split + 1) << bits, newest + 1); }
+};
+
+// A warp's way through its tiles of all of the block's splits.
+struct Walk {
+  const Work& work;
+  int warp, split, position, end;
+
+  __device__ Walk(const Work& work, int warp) : work(work), warp(warp) { enter(Work::split()); }
+  __device__ bool is_over() const { return split >= work.splits; }
+  __device__ void advance() {
+    position += kPass;
+    if (position >= end) enter(split + Work::step());
+  }
+
+ private:
+  // The first split from `next` on that has a tile for this warp: short ones have not.
+  __device__ void enter(int next) {
+#pragma unroll 1
+    for (split = next; split < work.splits; split += Work::step()) {
+      position = work.begin(split) + warp * kTile;
+      end = work.end(split);
+      if (position < end) return;
+    }
+  }
 };
 
 template <class T, CacheType kCache, int kBlocks>
@@ -167,7 +191,7 @@ class Block {
     }
   }
 
-  // This warp's softmax, for of_warps(). The values lie where the slots were.
+  // This warp's softmax, for of_warps().
   __device__ void leave(const Softmax<T, kCache, kBlocks>& softmax) {
     const int group = lane() >> 2;
     const int member = lane() & 3;
@@ -231,22 +255,22 @@ class Block {
     return softmax;
   }
 
-  // Leaves a head's softmax of this split in memory.
-  __device__ void leave_split(int head, int channel, const Partial& softmax) const {
-    float* const mine = partials(head) + work_.split * (heads_.head_size + 2);
+  // Leaves a head's softmax of a split in memory.
+  __device__ void leave_split(int split, int head, int channel, const Partial& softmax) const {
+    float* const mine = partials(head) + split * (heads_.head_size + 2);
     *reinterpret_cast<float2*>(mine + channel) = softmax.value;
     if (channel != 0) return;
     *reinterpret_cast<float2*>(mine + heads_.head_size) = make_float2(softmax.highest, softmax.weight);
   }
 
-  // True in the block that has left its split last: all the others' are there for it to read. The fence before the
+  // True in the block that has left its splits last: all the others' are there for it to read. The fence before the
   // count makes them visible first.
   __device__ bool is_last() const {
     __threadfence();
     __syncthreads();
     if (thread() == 0) {
       uint32_t* const arrivals = args_.arrivals + work_.sequence * gridDim.y + blockIdx.y;
-      memory_.is_last = atomicAdd(arrivals, 1U) == static_cast<uint32_t>(work_.splits) - 1;
+      memory_.is_last = atomicAdd(arrivals, 1U) == static_cast<uint32_t>(min(work_.splits, Work::step())) - 1;
       if (memory_.is_last) *arrivals = 0;
       __threadfence();
     }

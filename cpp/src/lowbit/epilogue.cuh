@@ -2,6 +2,7 @@
 // float(acc) * w_scale.
 #pragma once
 
+#include "device/ptx.cuh"
 #include "epilogue/formula.cuh"
 #include "lowbit/codes.cuh"
 
@@ -26,6 +27,7 @@ struct Epilogue {
   int64_t ldo;
   bool whole_quads;  // 4 outputs can be written at once, and their addends read
   bool to_int8;
+  bool gated;  // see store()
   DType type;
 
   explicit Epilogue(const LowbitArgs& args)
@@ -36,13 +38,14 @@ struct Epilogue {
         residual(static_cast<const uint16_t*>(args.epilogue.residual)),
         residual_ld(args.epilogue.residual_ld),
         out(args.out),
-        ldo(args.n),
+        ldo(args.gated ? args.n / 2 : args.n),
         whole_quads(args.n % 4 == 0 && residual_ld % 4 == 0 && is_aligned(out, 8) && is_aligned(bias, 8) &&
                     is_aligned(residual, 8)),
         to_int8(args.out_type == DType::kInt8),
+        gated(args.gated),
         type(args.type) {}
 
-  // Of outputs n to n + kCount - 1 of a token.
+  // Of outputs n to n + kCount - 1 of a token, before the gate.
   template <int kCount>
   __device__ Addends<kCount> load(int token, int n) const {
     Addends<kCount> addends;
@@ -53,6 +56,8 @@ struct Epilogue {
     return addends;
   }
 
+  // Gated: all lanes of the warp are here with one sum each, a gate's or, 16 lanes on, its value's, and each step is
+  // rounded to `type`, as in row_pass().
   template <int kCount>
   __device__ void store(const float (&sums)[kCount], const Addends<kCount>& addends, int token, int n) const {
     float t[kCount];
@@ -64,19 +69,26 @@ struct Epilogue {
       of_bias[i] = bias != nullptr ? half_of(addends.bias[i], type) : -0.0F;
       of_residual[i] = residual != nullptr ? half_of(addends.residual[i], type) : -0.0F;
     }
+    const auto rounded = [&](float value) { return half_of(half_bits(value, type), type); };
     const auto activate = [&](float (&values)[kCount]) {
-      if (activation == Activation::kNone) return;
+      float factor = 1.0F;
+      if (kCount == 1 && gated) {
+        values[0] = rounded(values[0]);
+        factor = __shfl_down_sync(kFullWarp, values[0], kTileRows);
+      }
 #pragma unroll 1
-      for (int turn = 0; turn < kCount; ++turn) {  // its code is long: one at a time
+      for (int turn = 0; turn < (activation == Activation::kNone ? 0 : kCount); ++turn) {  // its code is long
         float first[1] = {values[0]};
         activate_by<__half, false>(activation, first);
 #pragma unroll
         for (int i = 1; i < kCount; ++i) values[i - 1] = values[i];
         values[kCount - 1] = first[0];
       }
+      if (kCount == 1 && gated) values[0] = rounded(__fmul_rn(rounded(values[0]), factor));
     };
     float unrounded[kCount];
     finish(t, of_bias, activate, of_residual, 0, 0.0F, unrounded);
+    if (kCount == 1 && gated && threadIdx.x % 32 >= kTileRows) return;
     if (to_int8) {
       int8_t q[kCount];
       round_to(unrounded, -127, reciprocal(addends.out_scale), q);

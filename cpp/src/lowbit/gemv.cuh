@@ -12,7 +12,6 @@
 #include "lowbit/epilogue.cuh"
 #include "lowbit/stage.cuh"
 #include "lowbit/token_norm.cuh"
-#include "lowbit/tokens.cuh"
 #include "octofuse/device.h"
 
 namespace octofuse::lowbit {
@@ -21,15 +20,12 @@ constexpr int kThreads = 32 * kSlices;
 
 // What a kernel needs first comes first here: constants are cold when it starts.
 struct GemvArgs {
-  const void* x;
-  int64_t ldx;
+  TokenRows rows;
   int m, k;
   int log_tokens;  // slots for tokens: 1, 2 or 4
-  int row_tiles, stages;
+  int row_tiles, stages;  // gated: row tiles of gates, each of which a block takes with the one of its values
   int sm_count, room;  // bytes of shared memory of a block
   bool few_row_tiles;  // no more than SMs
-  bool x_is_int8;
-  bool wide_x;  // 16 bytes can be copied at once
   bool constant_weight, chained;
   SharedLayout layout;
   Weight w;
@@ -38,24 +34,28 @@ struct GemvArgs {
   int64_t packed_bytes;
 
   GemvArgs(const LowbitArgs& args, const NormArgs& norm, bool chained, int device)
-      : x(args.x),
-        ldx(args.ldx),
+      : rows{args.x, args.ldx, args.k, args.type, args.x_is_int8},
         m(args.m),
         k(args.k),
         log_tokens(log_slots(args.m)),
-        row_tiles(static_cast<int>(ceil_div(args.n, kTileRows))),
+        row_tiles(static_cast<int>(ceil_div(args.n, kTileRows)) >> args.gated),
         stages(0),
         sm_count(device_capability(device).sm_count),
         room(device_capability(device).shared_memory),
         few_row_tiles(row_tiles <= sm_count),
-        x_is_int8(args.x_is_int8),
-        wide_x((args.ldx % (x_is_int8 ? 16 : 8) == 0 || args.m == 1) && is_aligned(args.x)),
         constant_weight(args.constant_weight),
         chained(chained),
         w(args),
         epilogue(args),
         norm(norm),
-        packed_bytes(int64_t{row_tiles} * kTileRows * w.k_blocks * kBlockK * args.bits / 8) {}
+        packed_bytes(round_up(args.n, kTileRows) * w.k_blocks * kBlockK * args.bits / 8) {
+    if (args.gated) w.apart = row_tiles;
+  }
+
+  bool gated() const { return epilogue.gated; }
+
+  // Row tiles from one unit of a kernel that takes `several` to the next.
+  __host__ __device__ int of_unit(int several) const { return w.apart == 1 ? several : 1; }
 };
 
 // A kernel as the host sees it.
@@ -79,14 +79,14 @@ struct GemvKernel {
 
  private:
   int blocks(const GemvArgs& args) const {
-    return std::min((args.row_tiles + row_tiles - 1) / row_tiles, args.sm_count);
+    return std::min(static_cast<int>(ceil_div(args.row_tiles, args.of_unit(row_tiles))), args.sm_count);
   }
 
   // Where a warp fills one stage in all and most SMs have a block, a deeper ring would only keep the next kernel's
   // blocks from them: a step of the GPT-2 XL with 4 bits takes 938 us with shallow rings there and 971 with deep ones
   // (H200, batch 1). With fewer blocks the next kernel finds free SMs, and a deep ring is as good or better.
   bool leaves_room(const GemvArgs& args) const {
-    const int64_t units = ceil_div(args.row_tiles, int64_t{row_tiles} * args.sm_count);
+    const int64_t units = ceil_div(args.row_tiles, int64_t{args.of_unit(row_tiles)} * args.sm_count);
     const int64_t stages_of_work = units * ceil_div(args.w.k_blocks, int64_t{kSlices} * blocks_of_stage);
     return shallow_for_one_stage && stages_of_work == 1 && 3 * blocks(args) > 2 * args.sm_count;
   }
@@ -121,100 +121,129 @@ __device__ inline void wait_for_stages(int stages) {
   }
 }
 
-// The tokens' way into shared memory. A warp takes 256 columns of a token (TokenPair): it loads them as they are, and
-// converts them to integers in the same bytes.
-template <class Operand>
+// The tokens on their way from memory to the integers that products read in shared memory. A warp has every sixteenth
+// share, all of one token.
+template <class Traits, class Operand>
 class Tokens {
+  static constexpr int kAhead = Traits::kShares;  // requested at once
   const GemvArgs& args_;
   char* memory_;
-  ScaleAndSum* scales_and_sums_;
-  int log_tokens_, segments_, count_, lane_, warp_;
+  int log_tokens_, segments_, token_, first_, shares_;  // first_: group of the first share
+  int lane_;
+  Columns columns_;
+  int loaded_ = 0;  // the first of the shares in registers
+  Share share_[kAhead];
 
  public:
   // log_tokens, segments: those of the arguments, perhaps known to the compiler.
   __device__ Tokens(const GemvArgs& args, int log_tokens, int segments, char* memory)
       : args_(args),
         memory_(memory),
-        scales_and_sums_(reinterpret_cast<ScaleAndSum*>(memory + args.layout.scales_and_sums)),
         log_tokens_(log_tokens),
         segments_(segments),
-        count_(TokenPair::count(args.w.k_blocks, log_tokens)),
+        token_(static_cast<int>(threadIdx.x / 32) & ((1 << log_tokens) - 1)),
+        first_(static_cast<int>(threadIdx.x / 32) >> log_tokens),
+        shares_((groups() - first_ + step() - 1) >> (kLogSlices - log_tokens)),
         lane_(static_cast<int>(threadIdx.x % 32)),
-        warp_(static_cast<int>(threadIdx.x / 32)) {}
+        columns_(lane_) {}
 
-  // One group of asynchronous copies: half a warp a k-block, for int8 half of that.
-  __device__ void load() const {
-    const int bytes = args_.x_is_int8 ? 1 : 2;  // of a column
-    const int at = lane_ % 16 * 16;
-    const int count = at < bytes * kBlockK ? count_ : 0;
-#pragma unroll 1
-    for (int i = warp_; i < count; i += kSlices) {
-      const TokenPair pair(i, log_tokens_);
-      const int k_block = pair.k_block(lane_);
-      if (k_block >= args_.w.k_blocks) break;
-      const int token = min(pair.token, args_.m - 1);  // a slot without a token has the last one's
-      const int k = k_block * kBlockK * bytes + at;
-      const int left = args_.k * bytes - k;  // zeros behind the last column
-      const char* const from = static_cast<const char*>(args_.x) + token * args_.ldx * bytes + k;
-      char* const to = memory_ + (k_block << log_tokens_ | pair.token) * 2 * kBlockK + at;
-      if (args_.wide_x && left >= 16) {
-        copy_async(shared_address(to), from);
-      } else if (left <= 0) {
-        *reinterpret_cast<uint4*>(to) = uint4{};
-      } else {
-#pragma unroll 1
-        for (int j = 0; j < 16; j += bytes) copy_column(from + j, to + j, j < left);
-      }
-    }
-    commit_copies();
-  }
+  // Requests this warp's first shares.
+  __device__ void load() { load_from(0); }
 
-  // When this thread's copies have arrived.
-  __device__ void convert(float factor) const {
-    const Columns columns(lane_);
-    __syncwarp();  // and those of the warp's other threads
+  // The norm in front, if any; `sums`, `apart`: see below.
+  template <class Norm>
+  __device__ void convert(Norm& norm, float factor) {
 #pragma unroll 1
-    for (int i = warp_; i < count_; i += kSlices) {
-      const TokenPair pair(i, log_tokens_);
-      const int first = 2 * pair.group << log_tokens_ | pair.token;
-      const int second = first + (1 << log_tokens_);
-      const bool has_second = 2 * pair.group + 1 < args_.w.k_blocks;
-      char* const blocks[2] = {memory_ + first * 2 * kBlockK, has_second ? memory_ + second * 2 * kBlockK : nullptr};
-      const char* const other = has_second ? blocks[1] : blocks[0];
+    for (int i = 0; i < shares_; ++i) {
+      if (i % kAhead == 0 && i != loaded_) load_from(i);
+      const int group = group_of(i);
       Integers integers[2];
-      if (args_.x_is_int8) {
-        integers[0] = Integers(columns.load_int8(blocks[0]));
-        integers[1] = Integers(columns.load_int8(other));
+      if (args_.rows.is_int8) {
+        integers[0] = Integers(share_[0].bytes(0));
+        integers[1] = Integers(share_[0].bytes(1));
       } else {
         float v[2][4];
-        columns.load(blocks[0], args_.w.type, v[0]);
-        columns.load(other, args_.w.type, v[1]);
+        if constexpr (Traits::kNorm) {
+          norm.apply(share_[0], group, group_of(i + Traits::kNormShares), columns_, v);
+        } else {
+          share_[0].widen(args_.rows.type, v);
+        }
         Integers::make(v, integers);
       }
-      __syncwarp();  // all have read
-      Operand::store(integers, blocks, columns);
-      store_scale_and_sum(integers[0], first, columns, factor);
-      if (has_second) store_scale_and_sum(integers[1], second, columns, factor);
+      store(integers, group, factor);
+#pragma unroll
+      for (int j = 0; j + 1 < kAhead; ++j) share_[j] = share_[j + 1];
     }
+  }
+
+  // Requests the norm's weight and bias for the first shares.
+  template <class Norm>
+  __device__ void prefetch(Norm& norm) const {
+#pragma unroll
+    for (int i = 0; i < Traits::kNormShares; ++i) {
+      if (i < shares_) norm.prefetch(i, group_of(i), columns_);
+    }
+  }
+
+  // What the norm needs to know of a row. sums: two sets of floats in shared memory, the second `apart` floats behind
+  // the first.
+  template <class Norm>
+  __device__ void measure(Norm& norm, float* sums, int apart) {
+    float* const squares = sums + apart + token_ * groups();
+    sums += token_ * groups();
+    if (norm.is_centred()) {
+      for_each([&](const Share& share, int) { return norm.sum(share, columns_); }, sums);
+      norm.take_mean(sums, lane_);
+    }
+    for_each([&](const Share& share, int group) { return norm.sum_of_squares(share, group, columns_); }, squares);
+    norm.take_root(squares, lane_);
   }
 
  private:
-  __device__ void copy_column(const char* from, char* to, bool exists) const {
-    if (args_.x_is_int8) {
-      *to = exists ? *from : 0;
-    } else {
-      *reinterpret_cast<uint16_t*>(to) = exists ? *reinterpret_cast<const uint16_t*>(from) : 0;
+  __device__ int step() const { return kSlices >> log_tokens_; }
+  __device__ int groups() const { return (args_.w.k_blocks + 1) / 2; }
+  __device__ int group_of(int share) const { return first_ + share * step(); }
+
+  __device__ void load_from(int first) {
+    const int token = min(token_, args_.m - 1);  // a slot without a token has the last one's
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i < shares_) share_[i].load(args_.rows, token, group_of(first + i), columns_);
     }
+    loaded_ = first;
   }
 
-  // item: k-block and token.
-  __device__ void store_scale_and_sum(const Integers& of, int item, const Columns& columns, float factor) const {
-    const int tokens = 1 << log_tokens_;
-    ScaleAndSum* const to = scales_and_sums_ + (item >> log_tokens_) * segments_ * tokens + (item & (tokens - 1));
+  // f(share, group), a sum, to to[group]; all of the block's are there afterwards.
+  template <class F>
+  __device__ void for_each(F f, float* to) {
 #pragma unroll 1
+    for (int first = 0; first < shares_; first += kAhead) {
+      if (first != loaded_) load_from(first);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (first + i >= shares_) break;
+        const float sum = f(share_[i], group_of(first + i));
+        if (lane_ == 0) to[group_of(first + i)] = sum;
+      }
+    }
+    __syncthreads();
+  }
+
+  __device__ void store(const Integers (&of)[2], int group, float factor) const {
+    const bool has_second = 2 * group + 1 < args_.w.k_blocks;
+    char* const first = memory_ + ((2 * group << log_tokens_) + token_) * 2 * kBlockK;
+    Operand::store(of, {first, has_second ? first + (2 * kBlockK << log_tokens_) : nullptr}, columns_);
+    // Lane 0 has the first k-block's scale and sums, lane 1 the second's.
+    auto* const scales_and_sums = reinterpret_cast<ScaleAndSum*>(memory_ + args_.layout.scales_and_sums) +
+                                  ((2 * group + lane_) * segments_ << log_tokens_) + token_;
+    const float scale = (lane_ == 0 ? of[0].scale : of[1].scale) * factor;
+    const bool stores = lane_ == 0 || (lane_ == 1 && has_second);
+#pragma unroll 4
     for (int i = 0; i < segments_; ++i) {
-      const int sum = __reduce_add_sync(kFullWarp, columns.step * segments_ / kSteps == i ? of.sum : 0);
-      if (lane_ == 0) to[i * tokens] = {of.scale * factor, sum};
+      const bool counts = columns_.step * segments_ / kSteps == i;
+      const int sum = __reduce_add_sync(kFullWarp, counts ? of[0].sum : 0);
+      const int second = __reduce_add_sync(kFullWarp, counts ? of[1].sum : 0);
+      if (stores) scales_and_sums[i << log_tokens_] = {scale, lane_ == 0 ? sum : second};
     }
   }
 };
@@ -222,26 +251,18 @@ class Tokens {
 // The tokens as the products need them, in every block: waits for earlier kernels in a chain, loads, normalises,
 // converts. Alone, the tokens have been requested before the weights (load() at the kernel's start), behind which they
 // would queue. Measured on an H200 and left out: going through norm and conversion once before the wait, to have their
-// code in the cache (a step of the GPT-2 XL with 4 bits: 938 -> 1,172 us). `sums`, `apart`: see TokenNorm::run. Behind
-// it the block needs a barrier.
+// code in the cache (a step of the GPT-2 XL with 4 bits: 938 -> 1,172 us). Behind it the block needs a barrier.
 template <class Traits, class Operand>
-__device__ inline void prepare_tokens(const GemvArgs& args, const Tokens<Operand>& tokens, int log_tokens, char* memory,
-                                      int apart, float factor) {
-  TokenNorm<kSlices> norm(args.norm, args.w.type, args.k, args.w.k_blocks, log_tokens);
-  auto* const sums = reinterpret_cast<float*>(memory + args.layout.sums);
-  if constexpr (Traits::kNorm) norm.prefetch();
+__device__ inline void prepare_tokens(const GemvArgs& args, Tokens<Traits, Operand>& tokens, char* memory, int apart,
+                                      float factor) {
+  TokenNorm<Traits::kNormShares> norm(args.norm, args.rows.type, args.k, args.w.k_blocks);
+  if constexpr (Traits::kNorm) tokens.prefetch(norm);
   if (args.chained) {
     wait_for_predecessors();
     tokens.load();
-    wait_for_all_copies();
-  } else {
-    wait_for_stages<Traits, 1>(args.stages);
   }
-  if constexpr (Traits::kNorm) {
-    __syncwarp();
-    norm.run(memory, sums, apart);
-  }
-  tokens.convert(factor);
+  if constexpr (Traits::kNorm) tokens.measure(norm, reinterpret_cast<float*>(memory + args.layout.sums), apart);
+  tokens.convert(norm, factor);
 }
 
 // The output of the row tiles that are summed together which this thread finishes.
@@ -252,7 +273,8 @@ struct ThreadOutput {
 
   __device__ ThreadOutput(const GemvArgs& args, int row_tile)
       : token(static_cast<int>(threadIdx.x / kChannels)),
-        n(row_tile * kTileRows + static_cast<int>(threadIdx.x % kChannels)),
+        n((row_tile + static_cast<int>(threadIdx.x % kChannels) / kTileRows * args.w.apart) * kTileRows +
+          static_cast<int>(threadIdx.x % kTileRows)),
         exists(token < args.m && n < args.w.n) {}
 };
 

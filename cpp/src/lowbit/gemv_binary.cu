@@ -26,6 +26,8 @@ struct Traits {
   static constexpr int kGroups = kGroups_;
   static constexpr int kRowTiles = kRowTiles_;
   static constexpr bool kNorm = kNorm_;
+  static constexpr int kShares = 2;
+  static constexpr int kNormShares = 1;
   static constexpr int kChannels = kRowTiles * kTileRows;
   using Stage = lowbit::Stage<Codes<kFormat, kCount>, kGroups, kRowTiles>;
   static constexpr int kScales = kPlanes ? kCount : 1;                     // of a channel and segment
@@ -163,14 +165,15 @@ __global__ void __launch_bounds__(kThreads, 2) binary_kernel(const __grid_consta
   const int slice = this_warp();
   const int row_tiles = args.row_tiles;
   const int k_blocks = args.w.k_blocks;
-  const int first = static_cast<int>(blockIdx.x) * Traits::kRowTiles;
-  const int next = static_cast<int>(gridDim.x) * Traits::kRowTiles;
+  const int of_unit = args.of_unit(Traits::kRowTiles);
+  const int first = static_cast<int>(blockIdx.x) * of_unit;
+  const int next = static_cast<int>(gridDim.x) * of_unit;
   const int ring_bytes = args.stages * kBytes;
   char* const ring = memory + args.layout.ring + slice * ring_bytes;
   constexpr int kGroups = Traits::kGroups;
   Counter counter(static_cast<int>(threadIdx.x % 32), Traits::kRowTiles, args.w.type);
   if constexpr (kGroups == 1) counter.keep();  // others have no registers for it
-  const Tokens<BinaryOperand> x_tokens(args, 0, kGroups, memory);
+  Tokens<Traits, BinaryOperand> x_tokens(args, 0, kGroups, memory);
   if (!args.chained) x_tokens.load();  // else they may not be there yet
   if (!args.constant_weight) wait_for_predecessors();
   launch_dependents();
@@ -189,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, 2) binary_kernel(const __grid_consta
   };
 #pragma unroll 1
   for (int i = 0; i < args.stages - 1; ++i) produce(ring + i * kBytes);
-  prepare_tokens<Traits>(args, x_tokens, 0, memory, kSlices * kChannels, Traits::kPlanes ? 1.0F : 0.5F);
+  prepare_tokens(args, x_tokens, memory, kSlices * kChannels, Traits::kPlanes ? 1.0F : 0.5F);
   __syncthreads();
   const char* const x = memory + slice * 2 * kBlockK + counter.lane * 8;
   const auto* const scales_and_sums =
@@ -249,7 +252,7 @@ template <LowbitFormat kFormat, int kCount, int kGroups>
 GemvKernel with_row_tiles(const GemvArgs& args) {
   const bool has_norm = args.norm.kind != Norm::kNone;
   if constexpr (binary_row_tiles(kGroups, true) == 1) {
-    if (args.few_row_tiles) return kernel_of<kFormat, kCount, kGroups, 1>(has_norm);
+    if (args.few_row_tiles && !args.gated()) return kernel_of<kFormat, kCount, kGroups, 1>(has_norm);
   }
   return kernel_of<kFormat, kCount, kGroups, 2>(has_norm);
 }

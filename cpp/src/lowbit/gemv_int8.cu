@@ -17,6 +17,8 @@ struct Traits {
   static constexpr LowbitFormat kFormat = kFormat_;
   static constexpr int kRowTiles = kRowTiles_;
   static constexpr bool kNorm = kNorm_;
+  static constexpr int kShares = 4;
+  static constexpr int kNormShares = 2;
   using Code = Codes<kFormat, kBits>;
   using Stage = lowbit::Stage<Code, kGroups, kRowTiles>;
   static constexpr int kBytes = Stage::kBytes;
@@ -84,8 +86,9 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
   const int row_tiles = args.row_tiles;
   const int k_blocks = args.w.k_blocks;
   const int tokens = 1 << args.log_tokens;
-  const int first = static_cast<int>(blockIdx.x) * Traits::kRowTiles;
-  const int next = static_cast<int>(gridDim.x) * Traits::kRowTiles;
+  const int of_unit = args.of_unit(Traits::kRowTiles);
+  const int first = static_cast<int>(blockIdx.x) * of_unit;
+  const int next = static_cast<int>(gridDim.x) * of_unit;
   char* const ring = memory + args.layout.ring + slice * stages * Stage::kBytes;
   if (!args.constant_weight) wait_for_predecessors();
   launch_dependents();
@@ -100,12 +103,12 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
     commit_copies();
   };
   const int segments = Stage::kGroups > 0 ? Stage::kGroups : args.w.groups.segments;
-  const Tokens<Int8Operand> x_tokens(args, args.log_tokens, segments, memory);
+  Tokens<Traits, Int8Operand> x_tokens(args, args.log_tokens, segments, memory);
   if (!args.chained) x_tokens.load();  // else they may not be there yet
 #pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) produce(ring + i * Stage::kBytes);
   const int pitch = kChannels * tokens;  // floats of a slice's sums
-  prepare_tokens<Traits>(args, x_tokens, args.log_tokens, memory, kSlices * pitch, kFactor<Traits::kFormat>);
+  prepare_tokens(args, x_tokens, memory, kSlices * pitch, kFactor<Traits::kFormat>);
   __syncthreads();
   const int column = lane / 4 & (2 * tokens - 1);  // of x; a token's slots may be fewer than a product's columns
   const char* const x =
@@ -162,7 +165,7 @@ GemvKernel with_row_tiles(const GemvArgs& args) {
   if constexpr (kShape.may_take_two) {
     using Two = Traits<kFormat, kBits, kGroups, 2, kNorm>;
     const GemvKernel two = gemv_of<Two>(gemv_kernel<Two>);
-    if (!args.few_row_tiles && two.fits(args)) return two;
+    if (args.gated() || (!args.few_row_tiles && two.fits(args))) return two;
   }
   using One = Traits<kFormat, kBits, kGroups, kShape.row_tiles, kNorm>;
   return gemv_of<One>(gemv_kernel<One>);

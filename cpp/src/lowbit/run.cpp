@@ -12,16 +12,24 @@
 namespace octofuse {
 namespace {
 
-// gemm.cu reads x by TMA, as fp16 or bf16 and with rows at multiples of 16 bytes. int8 values are exact in either type.
-void make_readable(LowbitArgs& args, int device, Stream stream, const Allocator& allocate) {
-  if (!args.x_is_int8 && args.ldx % 8 == 0 && is_aligned(args.x)) return;
-  const int64_t padded = round_up(args.k, 8);
-  void* copy = allocate(static_cast<size_t>(args.m * padded) * 2);
-  pad_rows({args.x, args.x_is_int8 ? DType::kInt8 : args.type, args.m, args.k, args.ldx}, copy, args.type, padded,
-           device, stream);
+// x becomes a copy of `type`, which has all of its values, with rows at multiples of 16 bytes.
+void copy_rows(LowbitArgs& args, DType type, int device, Stream stream, const Allocator& allocate) {
+  const int64_t padded = round_up(args.k, 16);
+  void* copy = allocate(static_cast<size_t>(args.m * padded) * size_of(type));
+  pad_rows({args.x, args.x_is_int8 ? DType::kInt8 : args.type, args.m, args.k, args.ldx}, copy, type, padded, device,
+           stream);
   args.x = copy;
   args.ldx = padded;
-  args.x_is_int8 = false;
+  args.x_is_int8 = type == DType::kInt8;
+}
+
+// gemm.cu reads x by TMA, as fp16 or bf16. int8 values are exact in either type.
+bool gemm_reads(const LowbitArgs& args) { return !args.x_is_int8 && args.ldx % 8 == 0 && is_aligned(args.x); }
+
+// The gemv kernels read pairs of columns.
+bool gemv_reads(const LowbitArgs& args) {
+  const bool even = args.k % 2 == 0 && (args.ldx % 2 == 0 || args.m == 1);
+  return even && is_aligned(args.x, args.x_is_int8 ? 2 : 4);
 }
 
 // Whether the chosen kernel normalises the tokens itself. Those for rows of scales that cannot be copied 16 bytes at a
@@ -30,8 +38,14 @@ bool takes_norm(const LowbitArgs& args, const RowPassArgs& rows, LowbitEngine en
   if (!lowbit::fits_gemv(rows)) return false;
   if (engine == LowbitEngine::kGemvBinary) return true;
   if (engine != LowbitEngine::kGemvInt8) return false;
-  const bool wide = args.n % 16 == 0 && is_aligned(args.scale) && is_aligned(args.zero);
-  return lowbit::int8_gemv_shape(args.format, args.bits, lowbit::segments_of(args.group), wide).groups > 0;
+  return lowbit::int8_gemv_shape(problem_of(args)).groups > 0;
+}
+
+// Whether it multiplies values by their activated gates itself.
+bool takes_gate(const LowbitArgs& args, LowbitEngine engine, int device) {
+  const int room = device_capability(device).shared_memory;
+  if (engine == LowbitEngine::kGemvBinary) return lowbit::binary_gemv_takes_gate(problem_of(args), room);
+  return engine == LowbitEngine::kGemvInt8 && lowbit::int8_gemv_takes_gate(problem_of(args), room);
 }
 
 // x becomes norm(x).
@@ -43,13 +57,9 @@ void normalise(RowPassArgs rows, LowbitArgs& args, int device, Stream stream, co
   args.ldx = rows.cols;
 }
 
-}  // namespace
-
-void lowbit_linear(const RowPassArgs& rows, const LowbitArgs& given, LowbitEngine engine, int device, Stream stream,
-                   const Allocator& allocate) {
-  const DeviceGuard guard(device);
+void multiply(const RowPassArgs& rows, LowbitArgs args, LowbitEngine engine, int device, Stream stream,
+              const Allocator& allocate) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  LowbitArgs args = given;
   lowbit::NormArgs norm;
   if (rows.norm != Norm::kNone) {
     if (takes_norm(args, rows, engine)) {
@@ -58,18 +68,55 @@ void lowbit_linear(const RowPassArgs& rows, const LowbitArgs& given, LowbitEngin
       normalise(rows, args, device, stream, allocate);
     }
   }
+  const DType own = args.x_is_int8 ? DType::kInt8 : args.type;
   switch (engine) {
     case LowbitEngine::kGemvBinary:
-      return lowbit::run_gemv_binary(args, norm, device, cuda_stream);
     case LowbitEngine::kGemvInt8:
-      return lowbit::run_gemv_int8(args, norm, device, cuda_stream);
+      if (!gemv_reads(args)) copy_rows(args, own, device, stream, allocate);
+      if (engine == LowbitEngine::kGemvInt8) return lowbit::run_gemv_int8(args, norm, device, cuda_stream);
+      return lowbit::run_gemv_binary(args, norm, device, cuda_stream);
     case LowbitEngine::kGemm:
-      make_readable(args, device, stream, allocate);
+      if (!gemm_reads(args)) copy_rows(args, args.type, device, stream, allocate);
       return lowbit::run_gemm(args, device, cuda_stream);
     case LowbitEngine::kCpu:
     case LowbitEngine::kDequantized:
       throw RuntimeError("lowbit_linear: a dequantised weight is multiplied elsewhere");
   }
+}
+
+// out = act(first half of x) * second half, where x has the rows of the linear's output.
+void gate(const LowbitArgs& args, const void* x, int device, Stream stream) {
+  RowPassArgs rows;
+  rows.rows = args.m;
+  rows.cols = args.n / 2;
+  rows.type = args.type;
+  rows.x = x;
+  rows.ldx = args.n;
+  rows.activation = args.epilogue.activation;
+  rows.gated = true;
+  rows.constants = args.constant_weight;
+  if (args.out_type == DType::kInt8) {
+    rows.q = static_cast<int8_t*>(args.out);
+    rows.scale = args.epilogue.out_scale;
+  } else {
+    rows.y = args.out;
+  }
+  row_pass(rows, device, stream);
+}
+
+}  // namespace
+
+void lowbit_linear(const RowPassArgs& rows, const LowbitArgs& args, LowbitEngine engine, int device, Stream stream,
+                   const Allocator& allocate) {
+  const DeviceGuard guard(device);
+  if (!args.gated || takes_gate(args, engine, device)) return multiply(rows, args, engine, device, stream, allocate);
+  LowbitArgs linear = args;
+  linear.gated = false;
+  linear.epilogue.activation = Activation::kNone;
+  linear.out_type = args.type;
+  linear.out = allocate(static_cast<size_t>(int64_t{args.m} * args.n) * size_of(args.type));
+  multiply(rows, linear, engine, device, stream, allocate);
+  gate(args, linear.out, device, stream);
 }
 
 }  // namespace octofuse

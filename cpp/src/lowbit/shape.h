@@ -11,7 +11,8 @@ namespace octofuse::lowbit {
 
 constexpr int kTileRows = 16;  // output channels of a row tile
 constexpr int kBlockK = 128;   // columns of a k-block
-constexpr int kSlices = 16;    // K slices of the gemv kernels, one a warp: slice i has k-blocks i, i + 16, ...
+constexpr int kLogSlices = 4;
+constexpr int kSlices = 1 << kLogSlices;  // K slices of the gemv kernels, one a warp: slice i has k-blocks i, i + 16, ...
 
 constexpr int k_blocks_of(int64_t k) { return static_cast<int>(ceil_div(k, kBlockK)); }
 
@@ -82,22 +83,41 @@ constexpr bool is_binary(LowbitFormat format, int bits) {
 constexpr int binary_row_tiles(int segments, bool few_row_tiles) { return segments < 4 && few_row_tiles ? 1 : 2; }
 constexpr int k_blocks_of_binary_stage(int stage_bytes) { return stage_bytes <= 640 ? 2 : 1; }
 
-// What a block of a gemv kernel needs at least, in bytes of shared memory.
-constexpr int least_int8_gemv(const LowbitProblem& problem) {
-  const int segments = segments_of(problem.group);
+constexpr Int8GemvShape int8_gemv_shape(const LowbitProblem& problem) {
   const bool wide = problem.n % 16 == 0 && problem.aligned;
-  const Int8GemvShape shape = int8_gemv_shape(problem.format, problem.bits, segments, wide);
-  const int stage = stage_bytes(problem.format, problem.bits, shape.groups == 0 ? 4 : shape.groups, shape.row_tiles);
-  return SharedLayout(k_blocks_of(problem.k), segments, 1 << log_slots(problem.m), shape.row_tiles, kShallowStages,
-                      stage)
+  return int8_gemv_shape(problem.format, problem.bits, segments_of(problem.group), wide);
+}
+
+// What a block of a gemv kernel needs at least, in bytes of shared memory.
+constexpr int least_int8_gemv(const LowbitProblem& problem, int row_tiles) {
+  const int groups = int8_gemv_shape(problem).groups;
+  const int stage = stage_bytes(problem.format, problem.bits, groups == 0 ? 4 : groups, row_tiles);
+  return SharedLayout(k_blocks_of(problem.k), segments_of(problem.group), 1 << log_slots(problem.m), row_tiles,
+                      kShallowStages, stage)
       .bytes;
 }
-constexpr int least_binary_gemv(const LowbitProblem& problem, int sm_count) {
+constexpr int least_int8_gemv(const LowbitProblem& problem) {
+  return least_int8_gemv(problem, int8_gemv_shape(problem).row_tiles);
+}
+constexpr int least_binary_gemv_of(const LowbitProblem& problem, int row_tiles) {
   const int segments = segments_of(problem.group);
-  const int row_tiles = binary_row_tiles(segments, ceil_div(problem.n, kTileRows) <= sm_count);
   const int block = stage_bytes(problem.format, problem.bits, segments, row_tiles);
   const int stage = block * k_blocks_of_binary_stage(block);
   return SharedLayout(k_blocks_of(problem.k), segments, 1, row_tiles, kShallowStages, stage).bytes;
+}
+constexpr int least_binary_gemv(const LowbitProblem& problem, int sm_count) {
+  const bool few_row_tiles = ceil_div(problem.n, kTileRows) <= sm_count;
+  return least_binary_gemv_of(problem, binary_row_tiles(segments_of(problem.group), few_row_tiles));
+}
+
+// Whether a gemv kernel can take a row tile of gates and the one of their values together.
+constexpr bool int8_gemv_takes_gate(const LowbitProblem& problem, int shared_memory) {
+  const Int8GemvShape shape = int8_gemv_shape(problem);
+  const bool takes_two = shape.groups > 0 && (shape.row_tiles == 2 || shape.may_take_two);
+  return takes_two && problem.n % (2 * kTileRows) == 0 && least_int8_gemv(problem, 2) <= shared_memory;
+}
+constexpr bool binary_gemv_takes_gate(const LowbitProblem& problem, int shared_memory) {
+  return problem.n % (2 * kTileRows) == 0 && least_binary_gemv_of(problem, 2) <= shared_memory;
 }
 
 // ---- gemm.cu ----

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.models.architecture import Architecture
-from octofuse.nn import Norm, fused_layer, joined
+from octofuse.nn import Int8Linear, Norm, PackedLinear, fused_layer, joined
 from octofuse.nn.floating import Fused
 from octofuse.ops.activations import Activation
 
@@ -69,8 +69,7 @@ def parts_of(block: nn.Module, architecture: Architecture, *, joins: bool = Fals
 def attended(parts: Parts, x: Tensor, attend: Attend, multiplier: float = 1.0) -> Tensor:
     """x + projection(attention(norm(x))), x `[..., width]`; multiplier: of what is added."""
     qkv = tuple(layer.fused(x, norm=parts.attention_norm) for layer in parts.qkv)
-    # int8 activations have no dtype of their own: only a residual says which one the output has.
-    alone = parts.after_attention is not None or multiplier != 1.0
+    alone = _adds_alone(parts.after_attention, multiplier)
     values = attend(qkv, None if alone else parts.projection.input_scale)
     return _added(x, parts.projection, values, parts.after_attention, multiplier)
 
@@ -79,24 +78,43 @@ def fed_forward(parts: Parts, x: Tensor, source: Tensor, architecture: Architect
     """x + down(activation(up(norm(source)))); gated: down(activation(gates) * values). source: x, or what the block read
     where attention and feed-forward are parallel.
 
-    Between up and down activations are int8 where down has a static scale and nothing is gated.
+    Between up and down activations are int8 where down has a static scale and nothing is gated in front of it.
     """
     activation, norm = architecture.activation, parts.feed_forward_norm
+    multiplier = architecture.residual_multiplier
     gate = activation if architecture.names.gated else None
+    out_scale = None if _adds_alone(parts.after_feed_forward, multiplier) else parts.down.input_scale
     if gate is None:
         (up,) = parts.up
-        hidden = up.fused(source, norm=norm, activation=activation, out_scale=parts.down.input_scale)
+        hidden = up.fused(source, norm=norm, activation=activation, out_scale=out_scale)
+    elif (gated := _multiplies_gates(parts)) is not None:
+        hidden = gated.fused(source, norm=norm, activation=gate, gated=True, out_scale=out_scale)
+        gate = None
     else:
         halves = [layer.fused(source, norm=norm) for layer in parts.up]
         hidden = halves[0] if len(halves) == 1 else torch.cat(halves, -1)
-    return _added(x, parts.down, hidden, parts.after_feed_forward, architecture.residual_multiplier, gate)
+    return _added(x, parts.down, hidden, parts.after_feed_forward, multiplier, gate)
+
+
+def _adds_alone(norm: Norm | None, multiplier: float) -> bool:
+    """Whether the residual is added behind the layer. Its input is then no int8: that has no dtype of its own, and only a
+    residual says which one the output has."""
+    return norm is not None or multiplier != 1.0
+
+
+def _multiplies_gates(parts: Parts) -> PackedLinear | None:
+    """up, if its product can multiply values by their gates and down does not quantise them by the token meanwhile."""
+    if len(parts.up) > 1 or not isinstance(parts.up[0], PackedLinear):
+        return None
+    by_token = isinstance(parts.down, Int8Linear) and parts.down.input_scale is None
+    return None if by_token else parts.up[0]
 
 
 def _added(
     x: Tensor, layer: Fused, values: Tensor, norm: Norm | None, multiplier: float, gate: Activation | None = None
 ) -> Tensor:
     """x + layer(values), or x + norm(layer(values)), or of it `multiplier`."""
-    if norm is None and multiplier == 1.0:
+    if not _adds_alone(norm, multiplier):
         return layer.fused(values, residual=x, gate=gate)
     y = layer.fused(values, gate=gate)
     result: Tensor = x + (y if norm is None else norm(y)) * multiplier

@@ -98,6 +98,7 @@ class PackedLinear(nn.Module):
         activation: Activation | None = None,
         residual: Tensor | None = None,
         out_scale: Tensor | None = None,
+        gated: bool = False,
     ) -> Tensor:
         """act(norm(x) @ weight^T + bias) + residual, in one kernel up to 4 tokens (`ops.lowbit`).
 
@@ -109,9 +110,10 @@ class PackedLinear(nn.Module):
             activation: None, "relu", "gelu", "gelu_tanh" or "silu".
             residual: floating point `[..., N]`.
             out_scale: fp32 `[]`: int8 output, for a layer that has it as its input_scale.
+            gated: act(first half of the outputs) * the other half in place of act(outputs); there is no residual then.
 
         Returns:
-            `[..., N]` in x's dtype; int8 with out_scale.
+            `[..., N]`, gated `[..., N / 2]`, in x's dtype; int8 with out_scale.
 
         Raises:
             TypeError, ValueError: naming the argument.
@@ -122,7 +124,8 @@ class PackedLinear(nn.Module):
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"x: expected shape [..., {self.in_features}], got {list(x.shape)}")
         return self._multiply(
-            _dense(x), activation=activation, residual=residual, out_scale=out_scale, constant_weight=True, **in_front(norm)
+            _dense(x), activation=activation, residual=residual, out_scale=out_scale, gated=gated, constant_weight=True,
+            **in_front(norm),
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -77,6 +77,7 @@ class LowbitCall(NamedTuple):
     out_scale: Scale | None
     engine: str
     constant_weight: bool
+    gated: bool = False
 
 
 class RowsCall(NamedTuple):

@@ -115,7 +115,8 @@ def _fake_quantized_linear(call: RowLinearCall) -> Tensor:
 def _fake_lowbit_linear(call: LowbitCall) -> Tensor:
     dtype = call.x.dtype if call.x_scale is None else call.scale.dtype
     dtype = dtype if call.out_scale is None else torch.int8
-    return call.x.new_empty([*call.x.shape[:-1], call.scale.shape[-1]], dtype=dtype)
+    columns = call.scale.shape[-1] // (2 if call.gated else 1)
+    return call.x.new_empty([*call.x.shape[:-1], columns], dtype=dtype)
 
 
 def _fake_to_layout(matrix: Tensor, layout: str, size: int, engine: str) -> Tensor:

@@ -57,6 +57,7 @@ def woq_linear(
     eps: float = 1e-5,
     out_scale: Scale | None = None,
     engine: str = "auto",
+    gated: bool = False,
 ) -> Tensor:
     """act(norm(x) @ w^T + bias) + residual with w = scale * (code - zero); for int8 x, x_scale * (x @ w^T) in its place.
 
@@ -74,10 +75,13 @@ def woq_linear(
         out_scale: fp32, one element, or a float: int8 output. Kernels round the fp32 result once; engine "dequantized"
             rounds it to x's dtype first.
         engine: "auto", or "gemv_binary", "gemv_int8", "gemm" or "dequantized".
+        gated: act(first half of the outputs) * the other half in place of act(outputs), with the bits of `gated_activation`
+            as an op of its own; N is even, and there is no residual. In one kernel up to 4 tokens, where N is a multiple of
+            32, for codes of 1 to 4 and of 8 bits, up to 4 planes, and pairs (`sparse12_linear`).
 
     Returns:
-        `[..., N]` in x's dtype, for int8 in the scale's; int8 with out_scale. By the kernels a token's bits are the same
-        whatever else is in x: those of up to 4 tokens, or those of more.
+        `[..., N]`, gated `[..., N / 2]`, in x's dtype, for int8 in the scale's; int8 with out_scale. By the kernels a
+        token's bits are the same whatever else is in x: those of up to 4 tokens, or those of more.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -92,7 +96,7 @@ def woq_linear(
     return _call(
         LowbitCall(
             x, x_scale, packed, scale, zero, None, "uniform", bits, group, norm, norm_weight, norm_bias, eps, bias,
-            activation, residual, out_scale, engine, constant_weight,
+            activation, residual, out_scale, engine, constant_weight, gated,
         )
     )  # fmt: skip
 
@@ -115,14 +119,15 @@ def bcq_linear(
     eps: float = 1e-5,
     out_scale: Scale | None = None,
     engine: str = "auto",
+    gated: bool = False,
 ) -> Tensor:
     """`woq_linear` with w = offset + sum of alpha[i] * (+1 where bit i of the code is set, else -1).
 
     Binary-coding quantisation: Xu et al., "Alternating multi-bit quantization", 2018; Jeon et al., "BiQGEMM", 2020.
 
     Args:
-        x, bias, activation, residual, constant_weight, x_scale, norm, norm_weight, norm_bias, eps, out_scale, engine: as
-            `woq_linear` takes them.
+        x, bias, activation, residual, constant_weight, x_scale, norm, norm_weight, norm_bias, eps, out_scale, engine,
+            gated: as `woq_linear` takes them.
         packed: int32, `quant.packing.pack(codes, q, planes=True)` of codes `[N, K]` of q bits.
         alpha: fp16, bf16 or fp32 `[G, q, N]`, for each group of `group` columns; None: a row is one group.
         offset: `[G, N]`, or None; no kernel takes one.
@@ -142,7 +147,7 @@ def bcq_linear(
     return _call(
         LowbitCall(
             x, x_scale, packed, alpha, None, offset, "planes", planes_of(alpha), group, norm, norm_weight, norm_bias, eps,
-            bias, activation, residual, out_scale, engine, constant_weight,
+            bias, activation, residual, out_scale, engine, constant_weight, gated,
         )
     )  # fmt: skip
 
@@ -164,12 +169,13 @@ def sparse12_linear(
     eps: float = 1e-5,
     out_scale: Scale | None = None,
     engine: str = "auto",
+    gated: bool = False,
 ) -> Tensor:
     """`woq_linear` with one of every two columns of w, in 7 bits (`quant.sparse`).
 
     Args:
-        x, bias, activation, residual, constant_weight, x_scale, norm, norm_weight, norm_bias, eps, out_scale, engine: as
-            `woq_linear` takes them.
+        x, bias, activation, residual, constant_weight, x_scale, norm, norm_weight, norm_bias, eps, out_scale, engine,
+            gated: as `woq_linear` takes them.
         packed: int32, `quant.packing.pack_pairs` of codes `[N, ceil(K / 2)]`.
         scale: fp16, bf16 or fp32 `[G, N]`, for each group of `group` columns; None: a row is one group.
 
@@ -188,7 +194,7 @@ def sparse12_linear(
     return _call(
         LowbitCall(
             x, x_scale, packed, scale, None, None, "sparse12", 8, group, norm, norm_weight, norm_bias, eps, bias,
-            activation, residual, out_scale, engine, constant_weight,
+            activation, residual, out_scale, engine, constant_weight, gated,
         )
     )  # fmt: skip
 
@@ -236,6 +242,8 @@ def check_call(call: LowbitCall) -> None:
     for name, value in (("bits", call.bits), ("group", call.group)):
         if value is not None and type(value) is not int:
             raise TypeError(f"{name}: expected int{' or None' * (name == 'group')}, got {type(value).__name__}")
+    if type(call.gated) is not bool:
+        raise TypeError(f"gated: expected bool, got {type(call.gated).__name__}")
     activation_named(call.activation)
     if (call.x_scale is not None) != (call.x.dtype == torch.int8):
         got = "None" if call.x_scale is None else "one"
@@ -248,7 +256,12 @@ def check_call(call: LowbitCall) -> None:
 
 def _lowbit_linear(call: LowbitCall) -> Tensor:
     y = _C.lowbit_linear(call)
-    return _dequantized_linear(call) if y is None else y
+    if y is not None:
+        return y
+    if not call.gated:
+        return _dequantized_linear(call)
+    y = _lowbit_linear(call._replace(gated=False, activation=None, out_scale=None))
+    return rows.gated(y, call.activation, call.out_scale, constants=call.constant_weight)
 
 
 def _dequantized_linear(call: LowbitCall) -> Tensor:

@@ -269,4 +269,10 @@ def normed(call: LowbitCall | RowLinearCall) -> Tensor:
     return _rows(RowsCall(call.x, str(call.norm), None, *affine, None, False, None, call.constant_weight))[0]
 
 
+def gated(y: Tensor, activation: str | None, scale: Scale | None, *, constants: bool) -> Tensor:
+    """Behind a linear, as an op of its own; int8 with a scale."""
+    quantize = scale is not None
+    return _rows(RowsCall(y, "gated_activation", None, None, None, 0.0, activation, quantize, scale, constants))[0]
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {"rows": _rows}
