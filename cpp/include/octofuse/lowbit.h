@@ -1,6 +1,7 @@
 // Linears whose weights have 1 to 8 bits and whose activations are fp16 or bf16, or int8 with a scale for each token:
 //   out = round(act(x_scale * (x * w^T) + bias) + residual),
-// or, gated, y = round(x_scale * (x * w^T) + bias), out = act(first half of y's row) * second half as row_pass() has it.
+// or, gated, y = round(x_scale * (x * w^T) + bias), out = act(first half of y's row) * second half as row_pass() has
+// it.
 //
 // Weights lie in tiles of 16 output channels, a row tile, by 128 columns, a k-block (python/octofuse/quant/packing.py
 // has the one description), and

@@ -94,7 +94,7 @@ __device__ void store(const LogitsArgs& args, int tile, int lane, const float (&
 
 template <class T, int kMost>
 __global__ void __launch_bounds__(32 * kWarps, 1) logits_kernel(const __grid_constant__ LogitsArgs args) {
-  extern __shared__ int4 memory[];
+  extern __shared__ __align__(128) int4 memory[];
   constexpr int kAhead = kStages<kMost> - 1;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;

@@ -22,10 +22,10 @@ constexpr int kThreads = 32 * kSlices;
 struct GemvArgs {
   TokenRows rows;
   int m, k;
-  int log_tokens;  // slots for tokens: 1, 2 or 4
+  int log_tokens;         // slots for tokens: 1, 2 or 4
   int row_tiles, stages;  // gated: row tiles of gates, each of which a block takes with the one of its values
-  int sm_count, room;  // bytes of shared memory of a block
-  bool few_row_tiles;  // no more than SMs
+  int sm_count, room;     // bytes of shared memory of a block
+  bool few_row_tiles;     // no more than SMs
   bool constant_weight, chained;
   SharedLayout layout;
   Weight w;

@@ -12,7 +12,8 @@ namespace octofuse::lowbit {
 constexpr int kTileRows = 16;  // output channels of a row tile
 constexpr int kBlockK = 128;   // columns of a k-block
 constexpr int kLogSlices = 4;
-constexpr int kSlices = 1 << kLogSlices;  // K slices of the gemv kernels, one a warp: slice i has k-blocks i, i + 16, ...
+constexpr int kSlices =
+    1 << kLogSlices;  // K slices of the gemv kernels, one a warp: slice i has k-blocks i, i + 16, ...
 
 constexpr int k_blocks_of(int64_t k) { return static_cast<int>(ceil_div(k, kBlockK)); }
 

@@ -95,8 +95,8 @@ struct Share {
     widen(type, v);
   }
 
-  // The sum of a group in the order of rows/reduce.cuh, in all lanes. A quad has four packs of 8 columns: its lanes keep
-  // one each, and what follows are the exchanges of a tree over 32 packs.
+  // The sum of a group in the order of rows/reduce.cuh, in all lanes. A quad has four packs of 8 columns: its lanes
+  // keep one each, and what follows are the exchanges of a tree over 32 packs.
   __device__ static float sum(const float (&v)[2][4], const Columns& at) {
     const bool odd = at.t % 2 == 1;
     const bool high = at.t >= 2;

@@ -28,8 +28,8 @@ struct Weight {
   const uint16_t* scale;  // [groups * planes, n]
   const uint8_t* zero;
   int n, k_blocks;
-  int last;    // group
-  int planes;  // 1 but for planes
+  int last;       // group
+  int planes;     // 1 but for planes
   int apart = 1;  // row tiles from the first to the second one that a gemv kernel takes together
   Groups groups;
   DType type;
@@ -111,7 +111,8 @@ class StageProducer {
     row_tile_ = row_tile;
     k_block_ = k_block;
     const int last = (w_.n - 1) / kTileRows;  // stands in the place of one that is missing behind it
-    const int64_t first = static_cast<int64_t>(min(row_tile_ + lane_ / kLanes * w_.apart, last)) * w_.k_blocks + k_block_;
+    const int64_t first =
+        static_cast<int64_t>(min(row_tile_ + lane_ / kLanes * w_.apart, last)) * w_.k_blocks + k_block_;
     tile_ = w_.packed + first * kTile + lane_ % kLanes * 16;
     const int of_scales = row_tile_ + lane_ % kCopies / 2 * w_.apart;
     scale_ = reinterpret_cast<const char*>(w_.scale + min(of_scales, last) * kTileRows + lane_ % 2 * 8);

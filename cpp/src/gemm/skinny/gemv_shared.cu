@@ -125,7 +125,7 @@ __device__ void multiply(const SharedArgs& args, const int8_t* token, const int8
 
 template <class Token>
 __global__ void __launch_bounds__(kThreads, 3) gemv_shared(const __grid_constant__ SharedArgs args) {
-  extern __shared__ int4 memory[];
+  extern __shared__ __align__(128) int4 memory[];
   __shared__ TileVectors<1, kMostChannels> vectors;
   __shared__ int32_t sums[kStreamWarps * kMostChannels];
   __shared__ float residuals[kMostChannels];
