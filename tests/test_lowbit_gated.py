@@ -65,5 +65,7 @@ def test_refusals(device: str) -> None:
 def test_compiles(device: str) -> None:
     weight = Weight("uniform", 4, 128, 64, 256, False, torch.float16, device)
     x = weight.tokens(2)
-    compiled = torch.compile(lambda t: weight.multiply(t, activation="silu", gated=True), fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        lambda t: weight.multiply(t, activation="silu", gated=True), fullgraph=True, backend="eager"
+    )
     assert torch.equal(compiled(x), weight.multiply(x, activation="silu", gated=True))

@@ -62,12 +62,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 4 ? 1 : 2)
   const int warp = static_cast<int>(threadIdx.x >> 5);
   char* const ring = dynamic + warp * args.slots * WarpSlot::kBytes;
   const int kept = work.newest + (work.has_new ? 0 : 1);  // positions in front of it are in the cache
+  const Copier<T, kCache, kBlocks> copier(args.heads, work.row, work.first, kept);
   Walk ahead(work, warp);
   bool ahead_to_values = false;  // a tile's keys come first
   const auto request = [&](int slot) {
     if (!ahead.is_over()) {
-      const WarpSlot to{ring + slot * WarpSlot::kBytes};
-      to.copy(args.heads, ahead_to_values, work.row, ahead.position, work.first, kept);
+      copier.copy({ring + slot * WarpSlot::kBytes}, ahead_to_values, ahead.position);
       if (ahead_to_values) ahead.advance();
       ahead_to_values = !ahead_to_values;
     }

@@ -96,7 +96,8 @@ constexpr float kLowest = -1e30F;
 template <class T, CacheType kCache, int kBlocks>
 struct Slot {
   using Element = Stored<T, kCache>;
-  static constexpr int kRowBytes = kBlocks * kBlockChannels * static_cast<int>(sizeof(Element));
+  static constexpr int kElement = static_cast<int>(sizeof(Element));
+  static constexpr int kRowBytes = kBlocks * kBlockChannels * kElement;
   static constexpr int kPieces = kRowBytes / 16;
   static constexpr bool kScaled = kCache != CacheType::kFloat;
   static constexpr int kBytes = kTile * kRowBytes + (kScaled ? 2 * kTile * 4 : 0);
@@ -106,49 +107,74 @@ struct Slot {
   __device__ static int lane() { return static_cast<int>(threadIdx.x & 31); }
   __device__ static int group() { return static_cast<int>(threadIdx.x >> 2 & 7); }
   __device__ static int member() { return static_cast<int>(threadIdx.x & 3); }
-  __device__ char* piece(int row, int index) const {
-    const int order = ((row & 1) << 2 ^ (row & 6)) & (kPieces - 1);
-    return data + row * kRowBytes + ((index ^ order) << 4);
+  // Where a byte of a row lies. Rows and bytes may be XORed together of parts that share no bit, and so may places:
+  // what depends on the lane is computed once, the rest is known to the compiler.
+  __device__ static constexpr int order(int row) { return ((row & 1) << 2 ^ (row & 6)) & (kPieces - 1); }
+  __device__ static constexpr int place(int row, int byte) {
+    return row * kRowBytes + ((byte >> 4 ^ order(row)) << 4) + (byte & 15);
+  }
+  // The place `rows` rows and `bytes` bytes on, which share no bit with those of `from`.
+  __device__ char* at(int from, int rows, int bytes) const {
+    return data + (from ^ (bytes >> 4 ^ order(rows)) << 4) + rows * kRowBytes;
   }
   // 8 channels.
-  __device__ uint4 read(int row, int channel) const {
-    const int byte = channel * static_cast<int>(sizeof(Element));
-    return widen<kCache>(*reinterpret_cast<const Word<kCache>*>(piece(row, byte >> 4) + (byte & 15)));
+  __device__ uint4 read(int from, int rows, int channels) const {
+    return widen<kCache>(*reinterpret_cast<const Word<kCache>*>(at(from, rows, channels * kElement)));
   }
   // Of keys beside the keys: their scales, then those of the values.
   __device__ float* scales() const { return reinterpret_cast<float*>(data + kTile * kRowBytes); }
 
-  // Starts to copy positions position to position + 15 of keys or values, of which first to newest - 1 are there, whose
-  // row 0 is `row` of the cache; others become zero.
-  __device__ void copy(const HeadsArgs& args, bool values, int64_t row, int position, int first, int newest) const {
-    constexpr int kRows = 32 / kPieces;  // at once
-    const int bytes = args.head_size * static_cast<int>(sizeof(Element));
-    const int at = lane() & (kPieces - 1);
-    int r = static_cast<int>((threadIdx.x & 31) / kPieces);
-    const auto* from =
-        static_cast<const char*>(values ? args.values : args.keys) + (row + position + r) * bytes + at * 16;
-    const bool inside = at * 16 < bytes;
-#pragma unroll
-    for (int i = 0; i < kTile / kRows; ++i) {
-      const int p = position + r;
-      copy_async_or_zero(piece(r, at), from, inside && p >= first && p < newest ? 16 : 0);
-      from += kRows * bytes;
-      r += kRows;
-    }
-    if (!kScaled || values) return;
-    const int p = position + (lane() & (kTile - 1));
-    const bool there = p >= first && p < newest;
-    const float* const of = lane() < kTile ? args.key_scales : args.value_scales;
-    copy_async_four(scales() + lane(), of + (there ? row + p : 0), there);
-  }
-
   // A row that is in shared memory already, and its scales.
   __device__ void replace(int r, const Element* from, const float* new_scales) const {
     if (lane() < kPieces) {
-      *reinterpret_cast<uint4*>(piece(r, lane())) = reinterpret_cast<const uint4*>(from)[lane()];
+      *reinterpret_cast<uint4*>(data + place(r, lane() * 16)) = reinterpret_cast<const uint4*>(from)[lane()];
     }
     if (kScaled && new_scales != nullptr && lane() < 2) scales()[lane() * kTile + r] = new_scales[lane()];
     __syncwarp();
+  }
+};
+
+// A lane's part in copying tiles of a head of the cache: it copies 16 bytes of every kRows-th position.
+template <class T, CacheType kCache, int kBlocks>
+class Copier {
+  using WarpSlot = Slot<T, kCache, kBlocks>;
+  static constexpr int kRows = 32 / WarpSlot::kPieces;
+  const char* keys_;  // its bytes of position 0
+  const char* values_;
+  const float* scales_;  // of 16 lanes for keys, of the others for values
+  int bytes_;            // of a position
+  int place_;            // of its bytes in a slot
+  int first_, row_;      // the first position that is there; its own first one in a tile
+  uint32_t count_;       // positions that are there; 0 where a row is shorter than a slot's
+
+ public:
+  // row: of position 0 in the cache. Positions first to newest - 1 are there.
+  __device__ Copier(const HeadsArgs& args, int64_t row, int first, int newest)
+      : bytes_(args.head_size * WarpSlot::kElement), first_(first), row_(WarpSlot::lane() / WarpSlot::kPieces) {
+    const int byte = WarpSlot::lane() % WarpSlot::kPieces * 16;
+    place_ = WarpSlot::place(row_, byte);
+    count_ = byte < bytes_ ? static_cast<uint32_t>(newest - first) : 0;
+    keys_ = static_cast<const char*>(args.keys) + (row + row_) * bytes_ + byte;
+    values_ = static_cast<const char*>(args.values) + (row + row_) * bytes_ + byte;
+    if constexpr (WarpSlot::kScaled) {
+      const float* const scales = WarpSlot::lane() < kTile ? args.key_scales : args.value_scales;
+      scales_ = scales + row + WarpSlot::lane() % kTile;
+    }
+  }
+
+  // Starts to copy 16 positions of keys or values, with the keys the scales of both; what is not there becomes zero.
+  __device__ void copy(const WarpSlot& to, bool values, int position) const {
+    const char* from = (values ? values_ : keys_) + static_cast<int64_t>(position) * bytes_;
+    const uint32_t behind = static_cast<uint32_t>(position - first_);
+#pragma unroll
+    for (int i = 0; i < kTile / kRows; ++i) {
+      const bool there = behind + row_ + i * kRows < count_;
+      copy_async_or_zero(to.at(place_, i * kRows, 0), from, there ? 16 : 0);
+      from += kRows * bytes_;
+    }
+    if (!WarpSlot::kScaled || values) return;
+    const bool there = behind + WarpSlot::lane() % kTile < count_;
+    copy_async_four(to.scales() + WarpSlot::lane(), there ? scales_ + position : scales_, there);
   }
 };
 
@@ -158,13 +184,13 @@ __device__ inline void multiply_keys(const Slot<T, kCache, kBlocks>& keys, const
                                      float (&products)[4]) {
   const int group = keys.group();
   const int member = keys.member();
+  const int place = keys.place(group, 8 * member * keys.kElement);
   float others[4] = {};  // two sums, so that a product waits for every second one before it alone
 #pragma unroll
   for (int c = 0; c < 2 * kBlocks; ++c) {
-    const int channel = 32 * c + 8 * member;
-    const uint4 query = *reinterpret_cast<const uint4*>(queries + group * kQueryPitch<kBlocks> + channel);
+    const uint4 query = *reinterpret_cast<const uint4*>(queries + group * kQueryPitch<kBlocks> + 8 * member + 32 * c);
     float (&sum)[4] = c % 2 == 0 ? products : others;
-    mma_quads<Operand<T, kCache>>(keys.read(group, channel), keys.read(group + 8, channel), query, sum);
+    mma_quads<Operand<T, kCache>>(keys.read(place, 0, 32 * c), keys.read(place, 8, 32 * c), query, sum);
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) products[i] += others[i];
@@ -184,12 +210,13 @@ __device__ inline void add_values(const Slot<T, kCache, kBlocks>& values, const 
   using M = Operand<T, kCache>;
   const uint32_t low = transpose(pack<M>(weights[0], weights[1]));
   const uint32_t high = transpose(pack<M>(weights[2], weights[3]));
+  const int place = values.place(2 * values.member(), 8 * values.group() * values.kElement);
 #pragma unroll
   for (int c = 0; c < kBlocks; ++c) {
     uint4 wide[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      wide[j] = values.read(2 * values.member() + j % 2 + j / 2 * 8, 64 * c + 8 * values.group());
+      wide[j] = values.read(place, j % 2 + j / 2 * 8, 64 * c);
     }
 #pragma unroll
     for (int r = 0; r < 4; ++r) {

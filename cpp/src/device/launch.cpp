@@ -34,10 +34,6 @@ namespace {
 
 std::atomic<bool> overlap_allowed{true};
 
-}  // namespace
-
-namespace {
-
 // The largest window of addresses that a launch may give a policy for; 0: none.
 int64_t largest_window() {
   static std::array<std::atomic<int64_t>, std::tuple_size_v<DeviceFlags>> known{};

@@ -5,7 +5,8 @@ quantise + up + activation (+ quantise) | (quantise +) down + residual; a gated 
 activation * values + quantise | down + residual. Queries and keys are normalised and rotated, and the cache is appended
 to, where attention is computed. For one token of a narrow model on compute capability 9.0 the first are five kernels
 (`ops.quantized_linear` says when); else norms and per-token scales are kernels of their own. Layers of few bits run the
-same, for up to 4 tokens, without quantising anything. A floating-point model takes the same way through torch's linears.
+same, for up to 4 tokens, without quantising anything, and their gates and values are multiplied where they are made: five
+kernels too. A floating-point model takes the same way through torch's linears.
 """
 
 from __future__ import annotations
