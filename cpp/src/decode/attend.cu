@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 4 ? 1 : 2)
         here.replace(work.newest - at, memory.pair[values ? 1 : 0], values ? nullptr : memory.scales);
       }
       if (values) {
-        add_values(here, scores, softmax.sums);
+        add_values(here, scores, softmax.sums, softmax.of_weights);
       } else {
         block.score(here, at, scores);
         softmax.weigh(here, scores);
@@ -167,12 +167,12 @@ class Division {
   }
 
   // A wave of blocks takes as long as one's splits, and a start, which takes about as long as so many positions.
-  static int takers_of(int capacity, int64_t rows, int places) {
+  static int takers_of(int capacity, int64_t rows, int at_once) {
     constexpr int64_t kStart = 128;
     const int splits = splits_of(capacity);
     const int64_t positions = ceil_div(capacity, splits);
     const auto time = [&](int takers) {
-      return ceil_div(rows * takers, places) * (ceil_div(splits, takers) * positions + kStart);
+      return ceil_div(rows * takers, at_once) * (ceil_div(splits, takers) * positions + kStart);
     };
     int best = splits;
     for (int takers = splits - 1; takers > 0; --takers) {

@@ -124,6 +124,7 @@ struct Shared {
   alignas(16) Stored<T, kCache> pair[2][kChannels];  // the new key and value
   float scales[2];                                   // theirs
   float factors[kMostHeads];                         // of the queries
+  float offsets[kMostHeads];                         // of their products with keys in int8
   float scratch[kWarps][kChannels];
   float highest[kWarps][kMostHeads];
   float weight[kWarps][kMostHeads];
@@ -174,7 +175,12 @@ class Block {
   __device__ void score(const Slot<T, kCache, kBlocks>& keys, int position, float (&scores)[4]) const {
 #pragma unroll
     for (float& score : scores) score = 0.0F;
-    multiply_keys(keys, memory_.queries[0], scores);
+    float offsets[2] = {};
+    if constexpr (kCache == CacheType::kInt8) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) offsets[i] = memory_.offsets[2 * keys.member() + i];
+    }
+    multiply_keys(keys, memory_.queries[0], offsets, scores);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       scores[i] *= args_.factor;
@@ -333,10 +339,18 @@ class Block {
       down = usual ? __uint_as_float((254 - exponent) << 23) : 1.0F;
       if (lane() == 0) memory_.factors[row] = usual ? __uint_as_float(exponent << 23) : 1.0F;
     }
+    float sum = 0.0F;
 #pragma unroll
     for (int i = 0; i < kOfLane<kBlocks>; ++i) {
       const int c = lane() + 32 * i;
-      if (c < heads_.head_size) memory_.queries[row][c] = rows::from_float<M>(v[i] * down);
+      if (c >= heads_.head_size) continue;
+      const M query = rows::from_float<M>(v[i] * down);
+      memory_.queries[row][c] = query;
+      sum += to_float(query);
+    }
+    if constexpr (kCache == CacheType::kInt8) {
+      sum = rows::warp_sum(sum);
+      if (lane() == 0) memory_.offsets[row] = kOffset * sum;
     }
   }
 

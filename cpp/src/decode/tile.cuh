@@ -17,9 +17,15 @@
 
 namespace octofuse::decode {
 
-constexpr int kTile = 16;       // positions
-constexpr int kMostHeads = 8;   // of a block
-constexpr int kFloat8Bias = 8;  // e4m3 in the bits of fp16 stands for 2^-8 of its value
+constexpr int kTile = 16;           // positions
+constexpr int kMostHeads = 8;       // of a block
+constexpr float kOffset = 1152.0F;  // of int8 elements in fp16, see widen_four()
+// e4m3 in the bits of fp16 stands for 2^-8 of its value, where no instruction converts it.
+#if __CUDA_ARCH__ >= 890
+constexpr int kFloat8Bias = 0;
+#else
+constexpr int kFloat8Bias = 8;
+#endif
 
 // The type of the operands of products: a cache in 8 bits is widened to fp16, which has all of its values.
 template <class T, CacheType kCache>
@@ -33,22 +39,23 @@ constexpr int kQueryPitch = kBlocks * kBlockChannels + 8;
 template <CacheType kCache>
 using Word = std::conditional_t<kCache == CacheType::kFloat, uint4, uint2>;
 
-// Four 8-bit elements to four fp16, in order.
+// Four 8-bit elements to four fp16, in order. int8 elements come kOffset too large: a subtraction for two of them would
+// be half of the work, and what the offset adds to a product is known from the other operand alone.
 template <CacheType kCache>
 __device__ inline void widen_four(uint32_t four, uint32_t& low, uint32_t& high) {
   if constexpr (kCache == CacheType::kInt8) {
     const uint32_t above = four ^ 0x80808080U;  // q + 128, in the mantissa of 1024
-    const __half2 offset = __float2half2_rn(1152.0F);
-    uint32_t pair = __byte_perm(above, 0x64646464U, 0x4140);
-    __half2 value = __hsub2(*reinterpret_cast<__half2*>(&pair), offset);
-    low = *reinterpret_cast<uint32_t*>(&value);
-    pair = __byte_perm(above, 0x64646464U, 0x4342);
-    value = __hsub2(*reinterpret_cast<__half2*>(&pair), offset);
-    high = *reinterpret_cast<uint32_t*>(&value);
+    low = __byte_perm(above, 0x64646464U, 0x4140);
+    high = __byte_perm(above, 0x64646464U, 0x4342);
   } else {
+#if __CUDA_ARCH__ >= 890
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(low) : "h"(static_cast<uint16_t>(four)));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(high) : "h"(static_cast<uint16_t>(four >> 16)));
+#else
     const auto move = [](uint32_t pair) { return (pair & 0x80008000U) | ((pair & 0x7F007F00U) >> 1); };
     low = move(__byte_perm(four, 0, 0x1404));
     high = move(__byte_perm(four, 0, 0x3424));
+#endif
   }
 }
 
@@ -107,8 +114,8 @@ struct Slot {
   __device__ static int lane() { return static_cast<int>(threadIdx.x & 31); }
   __device__ static int group() { return static_cast<int>(threadIdx.x >> 2 & 7); }
   __device__ static int member() { return static_cast<int>(threadIdx.x & 3); }
-  // Where a byte of a row lies. Rows and bytes may be XORed together of parts that share no bit, and so may places:
-  // what depends on the lane is computed once, the rest is known to the compiler.
+  // Where a byte of a row lies. Of rows and bytes that are made of parts with no bit in common it is the XOR of the
+  // parts': what depends on the lane is computed once, the rest is known to the compiler.
   __device__ static constexpr int order(int row) { return ((row & 1) << 2 ^ (row & 6)) & (kPieces - 1); }
   __device__ static constexpr int place(int row, int byte) {
     return row * kRowBytes + ((byte >> 4 ^ order(row)) << 4) + (byte & 15);
@@ -145,15 +152,19 @@ class Copier {
   int bytes_;            // of a position
   int place_;            // of its bytes in a slot
   int first_, row_;      // the first position that is there; its own first one in a tile
-  uint32_t count_;       // positions that are there; 0 where a row is shorter than a slot's
+  uint32_t count_;       // positions that are there
+  uint32_t rows_;        // the same, but 0 where a row is shorter than a slot's
 
  public:
   // row: of position 0 in the cache. Positions first to newest - 1 are there.
   __device__ Copier(const HeadsArgs& args, int64_t row, int first, int newest)
-      : bytes_(args.head_size * WarpSlot::kElement), first_(first), row_(WarpSlot::lane() / WarpSlot::kPieces) {
+      : bytes_(args.head_size * WarpSlot::kElement),
+        first_(first),
+        row_(WarpSlot::lane() / WarpSlot::kPieces),
+        count_(static_cast<uint32_t>(newest - first)) {
     const int byte = WarpSlot::lane() % WarpSlot::kPieces * 16;
     place_ = WarpSlot::place(row_, byte);
-    count_ = byte < bytes_ ? static_cast<uint32_t>(newest - first) : 0;
+    rows_ = byte < bytes_ ? count_ : 0;
     keys_ = static_cast<const char*>(args.keys) + (row + row_) * bytes_ + byte;
     values_ = static_cast<const char*>(args.values) + (row + row_) * bytes_ + byte;
     if constexpr (WarpSlot::kScaled) {
@@ -168,7 +179,7 @@ class Copier {
     const uint32_t behind = static_cast<uint32_t>(position - first_);
 #pragma unroll
     for (int i = 0; i < kTile / kRows; ++i) {
-      const bool there = behind + row_ + i * kRows < count_;
+      const bool there = behind + row_ + i * kRows < rows_;
       copy_async_or_zero(to.at(place_, i * kRows, 0), from, there ? 16 : 0);
       from += kRows * bytes_;
     }
@@ -178,10 +189,11 @@ class Copier {
   }
 };
 
-// Products of queries and keys. Element i: of position group() + i / 2 * 8 with head 2 * member() + i % 2.
+// Products of queries and keys. Element i: of position group() + i / 2 * 8 with head 2 * member() + i % 2. offsets:
+// what these heads' products are too large by; read for int8 keys alone.
 template <class T, CacheType kCache, int kBlocks>
 __device__ inline void multiply_keys(const Slot<T, kCache, kBlocks>& keys, const Operand<T, kCache>* queries,
-                                     float (&products)[4]) {
+                                     const float (&offsets)[2], float (&products)[4]) {
   const int group = keys.group();
   const int member = keys.member();
   const int place = keys.place(group, 8 * member * keys.kElement);
@@ -197,19 +209,27 @@ __device__ inline void multiply_keys(const Slot<T, kCache, kBlocks>& keys, const
   if constexpr (kCache != CacheType::kFloat) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      if constexpr (kCache == CacheType::kInt8) products[i] -= offsets[i % 2];
       products[i] *= keys.scales()[group + i / 2 * 8] * (kCache == CacheType::kFloat8 ? 1 << kFloat8Bias : 1);
     }
   }
 }
 
 // sums[c][r][i] += weights * values: of channel 64 * c + 8 * group() + 2 * r + i / 2 and head 2 * member() + i % 2.
-// weights: as multiply_keys() has its products.
+// weights: as multiply_keys() has its products; for int8 values of_weights[i] += theirs.
 template <class T, CacheType kCache, int kBlocks>
 __device__ inline void add_values(const Slot<T, kCache, kBlocks>& values, const float (&weights)[4],
-                                  float (&sums)[kBlocks][4][4]) {
+                                  float (&sums)[kBlocks][4][4], float (&of_weights)[2]) {
   using M = Operand<T, kCache>;
   const uint32_t low = transpose(pack<M>(weights[0], weights[1]));
   const uint32_t high = transpose(pack<M>(weights[2], weights[3]));
+  if constexpr (kCache == CacheType::kInt8) {
+    constexpr uint32_t kOnes = 0x3C003C00U;
+    float sum[4] = {};
+    mma_half<M>({kOnes, kOnes, kOnes, kOnes}, low, high, sum);
+    of_weights[0] += sum[0];
+    of_weights[1] += sum[1];
+  }
   const int place = values.place(2 * values.member(), 8 * values.group() * values.kElement);
 #pragma unroll
   for (int c = 0; c < kBlocks; ++c) {
@@ -236,6 +256,7 @@ struct Softmax {
   float highest[2] = {kLowest, kLowest};
   float weight[2] = {};
   float sums[kBlocks][4][4] = {};
+  float of_weights[2] = {};  // of weights as they met int8 values
 
   // scores: as multiply_keys() has its products; -inf for positions that are not seen. They become the weights of the
   // values.
@@ -257,6 +278,7 @@ struct Softmax {
       highest[h] = fmaxf(before, most);
       const float factor = power_of_two(before - highest[h]);
       weight[h] *= factor;
+      if constexpr (kCache == CacheType::kInt8) of_weights[h] *= factor;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const float score = scores[2 * j + h] - highest[h];
@@ -274,8 +296,15 @@ struct Softmax {
     }
   }
 
-  // The weights of all lanes.
+  // The weights of all lanes, and sums of the values themselves.
   __device__ void finish() {
+    if constexpr (kCache == CacheType::kInt8) {
+#pragma unroll
+      for (int i = 0; i < kBlocks * 16; ++i) {
+        float& sum = sums[i / 16][i / 4 % 4][i % 4];
+        sum = fmaf(-kOffset, of_weights[i % 2], sum);
+      }
+    }
 #pragma unroll
     for (float& sum : weight) {
 #pragma unroll
