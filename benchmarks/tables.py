@@ -140,10 +140,10 @@ def batches() -> str:
     return lines(("tokens/s", *engines), rows)
 
 
-def decoders() -> str:
+def decoders(gpu: str = "h200") -> str:
     """One sequence, by model; of transformers there is no floor."""
     rows = []
-    for row in result("h200/decode")["one"]:
+    for row in result(f"{gpu}/decode")["one"]:
         bound = "" if "of the floor" not in row else f"{thousands(row['floor tokens/s'])} ({row['of the floor']:.0%})"
         first, between = f"{row['first token ms']:.1f}", f"{row['ms a token']:.2f}"
         rows.append((row["model"], row["engine"], thousands(row["tokens/s"]), between, first, bound))
@@ -151,9 +151,9 @@ def decoders() -> str:
     return lines(heads, rows)
 
 
-def decoder_loads() -> str:
+def decoder_loads(gpu: str = "h200") -> str:
     """Batches, prompts and contexts of the 8B model, each beside the same engine in fp16."""
-    found = result("h200/decode")
+    found = result(f"{gpu}/decode")
     rows = []
     parts = (("batch", "tokens/s", "batch 32, 256 new tokens"), ("prefill", "ms", "8 prompts of 2,048 tokens"))
     for part, unit, label in parts:
@@ -168,6 +168,14 @@ def decoder_loads() -> str:
         gain = plain[row["engine"]] / row["us"]
         rows.append(("a step of 8 behind 32,768 each", engine, f"{row['us'] / 1e3:.1f} ms", f"{gain:.2f}x"))
     return lines(("Llama-3.1-8B", "engine", "", "over fp16 (of the cache)"), rows)
+
+
+def decoders_h100() -> str:
+    return decoders("h100")
+
+
+def decoder_loads_h100() -> str:
+    return decoder_loads("h100")
 
 
 def cpu(isa: str) -> str:
@@ -243,8 +251,8 @@ def versions() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        highlights, schemes, costs, gemm, lowbit, decoders, decoder_loads, gpt2, batches, cpu_avx2, cpu_avx512, llama_cpp,
-        machines, tests, versions,
+        highlights, schemes, costs, gemm, lowbit, decoders, decoder_loads, decoders_h100, decoder_loads_h100, gpt2, batches,
+        cpu_avx2, cpu_avx512, llama_cpp, machines, tests, versions,
     )
 }  # fmt: skip
 
