@@ -12,6 +12,7 @@ import octofuse
 from helpers import DEVICES, ids, small_gpt2
 from octofuse.models import fuse_, quantize_, unfuse_
 from octofuse.nn import Int8Linear
+from test_engine_families import VARIANTS, model_of, on_gpu, tokens_of
 
 SCHEMES = ("w8a8-dynamic", "w8a8-static", "w8a8-static-smooth")
 
@@ -118,14 +119,46 @@ def test_past_key_values_continue(device: str, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("scheme", SCHEMES[:2])
-def test_compiles_as_one_graph(device: str, scheme: str) -> None:
-    _, fused = models_of(scheme, device)
+@pytest.mark.parametrize(("scheme", "variant"), [(SCHEMES[0], None), (SCHEMES[1], None), (SCHEMES[0], "qwen3")])
+def test_compiles_as_one_graph(device: str, scheme: str, variant: str | None) -> None:
+    if variant is None:
+        _, fused = models_of(scheme, device)
+    else:
+        model = model_of(variant)
+        fused = fuse_(quantize_((on_gpu(model) if device == "cuda" else model), scheme, progress=False))
     tokens = ids(2, 6).to(device)
     want = fused(tokens, use_cache=False).logits
     torch.compiler.reset()
     got = torch.compile(fused, fullgraph=True)(tokens, use_cache=False).logits
     assert float((got - want).float().abs().max()) < 0.01 * float(want.float().std())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_family(variant: str, device: str) -> None:
+    """Beside the same model unfused: logits, also with padding, what a cache continues, attention's weights."""
+    model = model_of(variant)
+    model = (on_gpu(model) if device == "cuda" else model).requires_grad_(False)
+    tokens = tokens_of(3, 24).to(device)
+    for scheme in ("w8a8-dynamic", "w8a8-static", "w4a16-g32-zp"):
+        plain = quantize_(copy.deepcopy(model), scheme, [tokens], progress=False)
+        mask = torch.ones_like(tokens)
+        mask[0, :5] = 0
+        for given in ({}, {"attention_mask": mask}):
+            want = plain(tokens, **given).logits.float()
+            got = fuse_(plain)(tokens, **given).logits.float()
+            assert torch.equal(unfuse_(plain)(tokens, **given).logits.float(), want)
+            seen = mask.bool() if given else slice(None)
+            assert (got - want)[seen].norm() <= 0.02 * want[seen].norm(), scheme
+        fused = fuse_(plain)
+        assert any(type(module).__name__.startswith("Fused") for module in fused.modules())
+        first = fused(tokens[:, :20], use_cache=True)
+        rest = fused(tokens[:, 20:], past_key_values=first.past_key_values).logits.float()
+        assert (rest - got[:, 20:])[1:].norm() <= 0.02 * rest[1:].norm(), scheme
+        fused.set_attn_implementation("eager")
+        kept = fused(tokens, output_attentions=True).attentions
+        assert len(kept) == model.config.num_hidden_layers
+        assert torch.allclose(kept[1].float().sum(-1), torch.ones(()).to(device), atol=1e-2)
 
 
 def test_attention_weights_are_kept_where_they_are_asked_for() -> None:
@@ -140,7 +173,7 @@ def test_attention_weights_are_kept_where_they_are_asked_for() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="model: expected a model that quantize_ has changed"):
         fuse_(small_gpt2())
-    with pytest.raises(ValueError, match="model: expected a transformers GPT2LMHeadModel, got Linear"):
+    with pytest.raises(ValueError, match=r"model: expected a causal language model of a family .*, got Linear"):
         fuse_(nn.Linear(2, 2))
     _, fused = models_of("w8a8-dynamic", "cpu")
     with pytest.raises(ValueError, match="model: expected eval mode, got training"):

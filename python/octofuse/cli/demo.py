@@ -164,9 +164,7 @@ def _make(
         threads.adjust()
         model = plain
         if at > 0:
-            model = quantize_(copy.deepcopy(plain), name, batches)
-            if plain.config.model_type == "gpt2":  # for transformers' own loop
-                fuse_(model)
+            model = fuse_(quantize_(copy.deepcopy(plain), name, batches))  # for transformers' own loop
         value = measure_perplexity(model, tokens, f"perplexity of {name}")
         text = generate_text(model, tokenizer, PROMPT, new_tokens, 0.0, 0)
         shown.append(Shown(name, model, Generator(model), value, text))

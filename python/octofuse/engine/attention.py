@@ -35,19 +35,6 @@ class Given(NamedTuple):
     scale: Tensor | None
 
 
-def split_heads(outputs: tuple[Tensor, ...], heads: Heads, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs of qkv -> views [M, heads, size] of queries, keys and values."""
-    if len(outputs) == 3:
-        q, k, v = outputs
-    elif interleaved:
-        q, k, v = outputs[0].view(-1, heads.queries, 3, heads.size).unbind(2)
-        return q, k, v
-    else:
-        pairs = heads.pairs * heads.size
-        q, k, v = outputs[0].split([heads.width, pairs, pairs], -1)
-    return tuple(t.unflatten(-1, (-1, heads.size)) for t in (q, k, v))  # type: ignore[return-value]
-
-
 def rotary_table(inverse_frequencies: Tensor, scaling: float, capacity: int, device: torch.device) -> Tensor:
     """fp32 [capacity, 2 * angles]: cosines of a position's angles, then sines."""
     positions = torch.arange(capacity, dtype=torch.float32, device=device)

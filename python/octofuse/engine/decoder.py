@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from octofuse.engine.attention import Given, KernelAttention, TorchAttention, rotary_table, split_heads
+from octofuse.engine.attention import Given, KernelAttention, TorchAttention, rotary_table
 from octofuse.engine.cache import Cache, Pairs
 from octofuse.models.architecture import architecture_of, rotary_of
-from octofuse.models.parts import Attend, Parts, attended, fed_forward, parts_of
+from octofuse.models.parts import Attend, Parts, attended, fed_forward, parts_of, split_heads
 from octofuse.nn import QUANTISED, FloatingLinear, Norm, fused_layer
 from octofuse.ops import decode
 from octofuse.ops.cache import CACHE_KINDS, new_codes

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octofuse.models.architecture import Architecture
+from octofuse.models.architecture import Architecture, Heads
 from octofuse.nn import Int8Linear, Norm, PackedLinear, fused_layer, joined
 from octofuse.nn.floating import Fused
 from octofuse.ops.activations import Activation
@@ -64,6 +64,19 @@ def parts_of(block: nn.Module, architecture: Architecture, *, joins: bool = Fals
         architecture.norm(part(names.feed_forward_norm)), linears(names.up), linears((names.down,))[0],
         norm(names.query_norm), norm(names.key_norm), norm(names.after_attention), norm(names.after_feed_forward),
     )  # fmt: skip
+
+
+def split_heads(outputs: tuple[Tensor, ...], heads: Heads, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs of qkv `[..., channels]` -> views `[..., heads, size]` of queries, keys and values."""
+    if len(outputs) == 3:
+        q, k, v = outputs
+    elif interleaved:
+        q, k, v = outputs[0].unflatten(-1, (heads.queries, 3, heads.size)).unbind(-2)
+        return q, k, v
+    else:
+        pairs = heads.pairs * heads.size
+        q, k, v = outputs[0].split([heads.width, pairs, pairs], -1)
+    return tuple(t.unflatten(-1, (-1, heads.size)) for t in (q, k, v))  # type: ignore[return-value]
 
 
 def attended(parts: Parts, x: Tensor, attend: Attend, multiplier: float = 1.0) -> Tensor:
