@@ -1,22 +1,24 @@
 """Decoders of real shapes, random weights: tokens/s of one sequence, of batches, long prompts and contexts.
 
 The floor is the bytes that a step has to read, weights and cache, over this card's bandwidth for copies. Engines:
-transformers with its growing cache, and with a static cache and torch.compile, in fp16; octofuse.Generator in fp16 (the
-same graphs and attention, torch's linears), and with every scheme. What is measured may be chosen: OCTOFUSE_DECODE_MODELS
-(of SHAPES, or folders), OCTOFUSE_DECODE_PARTS, both comma-separated, and OCTOFUSE_DECODE_ENGINES, by semicolons.
+transformers with its growing cache, and with a static cache and torch.compile, in fp16; the latter with torchao's
+weight-only int8 (fp16) and int4 (groups of 128, bf16), where torchao is installed; octofuse.Generator in fp16 (the same
+graphs and attention, torch's linears), and with every scheme. What is measured may be chosen: OCTOFUSE_DECODE_MODELS (of
+SHAPES, or folders), OCTOFUSE_DECODE_PARTS, both comma-separated, and OCTOFUSE_DECODE_ENGINES, by semicolons.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bench_gpt2 import budget, median_seconds, step_time
+from bench_gpt2 import budget, median_seconds, step_time, transformers_call
 from models import build
 from octofuse.engine import Decoder, Sampling
 from octofuse.generate import Generator, Session
@@ -37,10 +39,11 @@ ENGINES: dict[str, tuple[str | None, str | None, str | None]] = {
     "octofuse bcq-q3-g128": ("bcq-q3-g128", INT8_HEAD, None),
     "octofuse bcq-q2-g128": ("bcq-q2-g128", INT8_HEAD, None),
 }
+OTHERS = ("transformers eager", "transformers compiled", "torchao int8 compiled", "torchao int4 compiled")
 USUAL = ("octofuse fp16", "octofuse w8a8-dynamic", "octofuse w4a16-g128")
 # What is measured of each model by default.
 PLAN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "Llama-3.1-8B": (("transformers eager", "transformers compiled", *USUAL), PARTS),
+    "Llama-3.1-8B": ((*OTHERS, *USUAL), PARTS),
     "Llama-3.2-1B": (USUAL, ("one", "budget")),
     "Qwen3-4B": (USUAL, ("one",)),
     "OPT-30B": (
@@ -132,15 +135,24 @@ def measure(model: str, engine: str, parts: tuple[str, ...], device: torch.devic
         result["budget"] += budget(generator, model, engine, context=72)
 
 
-def transformers_rows(model: str, engines: list[str], device: torch.device) -> list[dict[str, Any]]:
-    from bench_gpt2 import transformers_call
-
+def other_row(model: str, engine: str, device: torch.device) -> dict[str, Any]:
+    """By transformers' own generate."""
     built = build(model, None, None, device)
-    rows = []
-    for engine in engines:
-        call = transformers_call(built, device, compiled=engine.endswith("compiled"))
-        rows.append(timed_row(model, engine, call, device))
-    return rows
+    if engine.startswith("torchao"):
+        built = with_torchao(built, engine)
+    call = transformers_call(built, device, compiled=engine.endswith("compiled"), prompt=PROMPT)
+    return timed_row(model, engine, call, device)
+
+
+def with_torchao(model: Any, engine: str) -> Any:
+    """Its linears and its head, by torchao's weight-only quantisation; int4 has kernels for bf16 alone."""
+    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+    int8 = "int8" in engine
+    model = model if int8 else model.bfloat16()
+    tiled = Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d")
+    quantize_(model, Int8WeightOnlyConfig() if int8 else tiled)
+    return model
 
 
 def run(smoke: bool) -> dict[str, Any]:
@@ -151,12 +163,12 @@ def run(smoke: bool) -> dict[str, Any]:
     engines, parts = (os.environ.get(f"OCTOFUSE_DECODE_{what}") for what in ("ENGINES", "PARTS"))
     result: dict[str, Any] = {part: [] for part in PARTS}
     for model, (usual_engines, usual_parts) in plan.items():
-        names = engines.split(";") if engines else list(usual_engines)
-        of_transformers = [name for name in names if name.startswith("transformers")]
-        if of_transformers:
-            result["one"] += transformers_rows(model, of_transformers, device)
-        for engine in names:
-            if engine not in of_transformers:
+        for engine in engines.split(";") if engines else usual_engines:
+            if engine.startswith("torchao") and importlib.util.find_spec("torchao") is None:
+                continue
+            if engine in OTHERS:
+                result["one"].append(other_row(model, engine, device))
+            else:
                 measure(model, engine, tuple(parts.split(",")) if parts else usual_parts, device, result)
             gc.collect()
             if device.type == "cuda":

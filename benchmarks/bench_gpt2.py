@@ -72,8 +72,10 @@ def median_seconds(call: Callable[[], Any], device: torch.device, repeats: int) 
     return statistics.median(times)
 
 
-def transformers_call(model: nn.Module, device: torch.device, compiled: bool, batch: int = 1) -> Callable[[int], Any]:
-    ids = torch.tensor([PROMPT] * batch, device=device)
+def transformers_call(
+    model: nn.Module, device: torch.device, compiled: bool, batch: int = 1, prompt: list[int] = PROMPT
+) -> Callable[[int], Any]:
+    ids = torch.tensor([prompt] * batch, device=device)
     mask = torch.ones_like(ids)
     options: dict[str, Any] = {"cache_implementation": "static"} if compiled else {}
 
