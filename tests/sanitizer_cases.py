@@ -178,6 +178,22 @@ def decode_cases() -> int:
     return count
 
 
+def many_sequences_cases() -> int:
+    """So many that a block of attention takes several splits of a head in turn."""
+    batch, capacity = 40, 600
+    positions = (torch.arange(batch) * 149 % capacity).cuda()
+    for queries, pairs, size, kind in ((8, 8, 64, None), (16, 8, 128, "int8"), (8, 4, 256, "fp8")):
+        codes, scales = new_codes((2, batch, pairs, capacity, size), kind, torch.zeros(1).half())
+        cache = (*codes.cuda(), *(() if scales is None else scales.cuda()))
+        qkv = torch.randn(batch, (queries + 2 * pairs) * size).half().cuda()
+        partials, counters = decode.attend_scratch(batch, queries, pairs, size, capacity, qkv.device)
+        scratch = (partials, torch.zeros(counters.numel(), dtype=torch.int32).cuda())
+        call = attend_call(qkv, queries, cache, positions, scratch)
+        first, again = decode.attend(call).cpu(), decode.attend(call).cpu()
+        assert torch.equal(first, again)
+    return 6
+
+
 def lowbit_cases() -> int:
     """Weights of few bits: every kernel, with and without neighbours that are missing."""
     count = 0
@@ -216,7 +232,9 @@ def lowbit_cases() -> int:
                 more = {"activation": "gelu_tanh", "residual": residual, "out_scale": torch.ones(1).cuda()}
                 _C.lowbit_linear(call._replace(**norm))
                 _C.lowbit_linear(call._replace(**norm, **more))
-                count += 2
+                if n % 2 == 0:
+                    _C.lowbit_linear(call._replace(**norm, activation="silu", gated=True))
+                count += 2 + (n % 2 == 0)
     return count
 
 
@@ -241,7 +259,7 @@ def main() -> int:
     wanted = parser.parse_args().engines
     chosen = [name for name in engines("cuda") if wanted == ["all"] or name.split("/")[0] in wanted]
     total = linear_cases(chosen) + many_tile_cases(chosen) + quantize_cases() + row_cases() + layout_cases()
-    total += decode_cases() + lowbit_cases()
+    total += decode_cases() + many_sequences_cases() + lowbit_cases()
     torch.cuda.synchronize()
     print(f"sanitizer cases: {total}")
     return 0 if total >= 100 else 1

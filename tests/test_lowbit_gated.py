@@ -7,6 +7,7 @@ import torch
 
 import octofuse
 from helpers import DEVICES, Weight
+from octofuse import _C
 
 KINDS = [("uniform", bits) for bits in range(1, 9)] + [("planes", bits) for bits in (1, 2, 3, 4, 6)] + [("sparse12", 7)]
 # One unit of row tiles; a half that is no row tile; more units than an H200 has SMs, and fewer; long rows.
@@ -44,6 +45,24 @@ def test_int8_tokens_and_engines(device: str) -> None:
         x = weight.tokens(m)
         want = octofuse.gated_activation(weight.multiply(x, engine="dequantized"), "silu")
         assert torch.equal(weight.multiply(x, engine="dequantized", activation="silu", gated=True), want)
+
+
+@pytest.mark.gpu
+def test_less_shared_memory() -> None:
+    """Where two row tiles do not fit, or only with shorter rings: the same bits (compute capability 8.6 and 8.0)."""
+    device = torch.cuda.current_device()
+    for kind, bits, k in (("uniform", 4, 8192), ("uniform", 8, 14336), ("planes", 3, 4096), ("uniform", 2, 28672)):
+        weight = Weight(kind, bits, 128, 320, k, False, torch.float16)
+        for m in (1, 4):
+            x = weight.tokens(m)
+            for room in (163 << 10, 99 << 10):
+                before = _C.limit_shared_memory(device, room)
+                try:
+                    got = weight.multiply(x, activation="silu", gated=True)
+                    parts = octofuse.gated_activation(weight.multiply(x), "silu")
+                finally:
+                    _C.limit_shared_memory(device, before)
+                assert torch.equal(got, parts), (kind, bits, k, m, room)
 
 
 @pytest.mark.parametrize("device", DEVICES)

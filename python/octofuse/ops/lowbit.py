@@ -3,7 +3,8 @@
 fp16 and bf16 run kernels that read the packed weight. Up to 4 tokens, compute capability 8.0 and later (engines
 "gemv_int8" and, for one token against codes of up to 3 bits or planes, "gemv_binary"): a token's 128 values of a k-block
 share a power of two and become 16-bit integers, whose products with the codes are exact; sums of groups are in fp32. That
-changes a value by at most 2^-14 of the largest of its 128, where fp16 itself rounds that one by up to 2^-12.
+changes a value by at most 2^-14 of the largest of its 128, where fp16 itself rounds that one by up to 2^-12. x is copied
+where K or the distance of its rows is odd, or where it does not start at a multiple of two elements.
 
 More tokens, compute capability 9.0 (engine "gemm"): weights are rounded once to x's dtype and multiplied on its tensor
 cores. "auto" takes it up to N * K / 2^17 tokens, but at least 256 and at most 1,024 (planes: half as many, at most 512;
@@ -73,11 +74,12 @@ def woq_linear(
         norm, norm_weight, norm_bias, eps: as in `quantized_linear`, with the bits of the norm as an op of its own; up to 4
             tokens the kernel normalises itself.
         out_scale: fp32, one element, or a float: int8 output. Kernels round the fp32 result once; engine "dequantized"
-            rounds it to x's dtype first.
+            rounds it to x's dtype first, and gated is as `gated_activation_quantize`.
         engine: "auto", or "gemv_binary", "gemv_int8", "gemm" or "dequantized".
         gated: act(first half of the outputs) * the other half in place of act(outputs), with the bits of `gated_activation`
-            as an op of its own; N is even, and there is no residual. In one kernel up to 4 tokens, where N is a multiple of
-            32, for codes of 1 to 4 and of 8 bits, up to 4 planes, and pairs (`sparse12_linear`).
+            as an op of its own; N is even, and there is no residual. In one kernel up to 4 tokens where N is a multiple of
+            32, for codes of 1 to 4 and of 8 bits, up to 4 planes, and pairs (`sparse12_linear`), in groups of at least 128
+            columns; in smaller ones for 4 bits, and for one token of 1 to 3 bits or planes.
 
     Returns:
         `[..., N]`, gated `[..., N / 2]`, in x's dtype, for int8 in the scale's; int8 with out_scale. By the kernels a
@@ -261,7 +263,8 @@ def _lowbit_linear(call: LowbitCall) -> Tensor:
     if not call.gated:
         return _dequantized_linear(call)
     y = _lowbit_linear(call._replace(gated=False, activation=None, out_scale=None))
-    return rows.gated(y, call.activation, call.out_scale, constants=call.constant_weight)
+    constants = call.constant_weight and call.out_scale is None  # which nothing is promised about
+    return rows.gated(y, call.activation, call.out_scale, constants=constants)
 
 
 def _dequantized_linear(call: LowbitCall) -> Tensor:
