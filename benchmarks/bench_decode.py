@@ -137,6 +137,7 @@ def measure(model: str, engine: str, parts: tuple[str, ...], device: torch.devic
 
 def other_row(model: str, engine: str, device: torch.device) -> dict[str, Any]:
     """By transformers' own generate."""
+    torch.compiler.reset()  # else what it remembers of other models may keep it from compiling this one
     built = build(model, None, None, device)
     if engine.startswith("torchao"):
         built = with_torchao(built, engine)
