@@ -1,4 +1,4 @@
-"""From a sweep to the table that select() reads: cpp/src/gemm/measured_h200.inc.
+"""From sweeps in results/<gpu> to the table that select() reads: cpp/src/gemm/measured_<gpu>.inc.
 
     python benchmarks/sweep_gemm.py --out benchmarks/results/h200         # on the GPU: sweep.json
     python benchmarks/sweep_gemm.py --large --out benchmarks/results/h200 # sweep_large.json
@@ -25,7 +25,8 @@ from octofuse import _C
 
 SMS = 132
 NOISE = 1.005  # between two measurements of a step
-HEADER = "// Written by benchmarks/fit_select.py on {device} from {sources}. Microseconds."
+CPP = Path(__file__).resolve().parents[1] / "cpp/src/gemm"
+HEADER = "// Written by benchmarks/fit_select.py on {device} from {sources}: measured.cpp's Table. Microseconds."
 
 
 @functools.cache
@@ -109,35 +110,14 @@ def main() -> None:
     names_of = ", ".join(
         f"{source.name} (cpp {record['cpp'][:12]})" for source, record in zip(sources, records, strict=True)
     )
-    text = [HEADER.format(sources=names_of, device=records[0]["device"])]
-    text += [
-        "struct NamedModel {",
-        "  const char* name;",
-        "  TimeModel model;",
-        "};",
-        "",
-        "constexpr NamedModel kModels[] = {",
-    ]
-    text += [f'    {{"{name}", {braces(f"{v:.4g}" for v in models[name])}}},' for name in names]
-    text += [
-        "};",
-        "",
-        f"constexpr int64_t kMeasuredRows[] = {braces(rows)};",
-        "",
-        "struct MeasuredShape {",
-        "  int64_t n, k;",
-    ]
-    text += [
-        f"  int best[{len(rows)}];  // index into kModels, or -1",
-        "};",
-        "",
-        "constexpr MeasuredShape kMeasured[] = {",
-    ]
+    text = [HEADER.format(sources=names_of, device=records[0]["device"]), "{", "    {"]
+    text += [f'        {{"{name}", {braces(f"{v:.4g}" for v in models[name])}}},' for name in names]
+    text += ["    },", f"    {braces(rows)},", "    {"]
     for n, k in sorted({mnk[1:] for mnk in times}):
         best = [fastest(times.get((m, n, k)), steps.get(f"{m},{n},{k}"), names) for m in rows]
-        text.append(f"    {{{n}, {k}, {braces(best)}}},")
-    text += ["};", ""]
-    target = Path(__file__).resolve().parents[1] / "cpp/src/gemm/measured_h200.inc"
+        text.append(f"        {{{n}, {k}, {braces(best)}}},")
+    text += ["    },", "}", ""]
+    target = CPP / f"measured_{sources[0].resolve().parent.name}.inc"
     target.write_text("\n".join(text))
     print("wrote", target)
 

@@ -70,14 +70,14 @@ def engines(device: str) -> tuple[str, ...]:
 
 
 def by_torch(
-    codes: Tensor, scale: Tensor, zero: Tensor | None, kind: str, bits: int, group: int | None, k: int
+    codes: Tensor, scale: Tensor, zero: Tensor | int | None, kind: str, bits: int, group: int | None, k: int
 ) -> Tensor:
     """What the codes stand for, in the scale's dtype."""
     if kind == "planes":
         return bcq.dequantize(codes, scale.permute(2, 0, 1), None, group)
     if kind == "sparse12":
         return sparse.dequantize(codes, scale.t(), k, group)
-    return grid.dequantize(codes, scale.t(), None if zero is None else zero.t(), bits, group)
+    return grid.dequantize(codes, scale.t(), zero.t() if isinstance(zero, Tensor) else zero, bits, group)
 
 
 class Weight:
@@ -90,10 +90,11 @@ class Weight:
         group: int | None,
         n: int,
         k: int,
-        zeros: bool,
+        zeros: bool | int,
         dtype: torch.dtype,
         device: str = "cuda",
     ) -> None:
+        """zeros: of each group, True; none, False; or one for all."""
         self.device = device
         g = torch.Generator(device).manual_seed(n * 7 + k + bits)
         more = {"generator": g, "device": device}
@@ -103,7 +104,9 @@ class Weight:
         self.packed = pack_pairs(codes) if kind == "sparse12" else pack(codes, bits, planes=kind == "planes")
         scale = torch.rand((groups, bits, n) if kind == "planes" else (groups, n), **more)
         self.scale = ((scale + 0.1) / (1 << bits)).to(dtype)
-        self.zero = torch.randint(0, 1 << bits, (groups, n), dtype=torch.uint8, **more) if zeros else None
+        self.zero: Tensor | int | None = None if zeros is False else zeros
+        if zeros is True:
+            self.zero = torch.randint(0, 1 << bits, (groups, n), dtype=torch.uint8, **more)
         self.kind, self.bits, self.group, self.n, self.k, self.dtype = kind, bits, group, n, k, dtype
         self.rounded = by_torch(codes, self.scale, self.zero, kind, bits, group, k)
         self.exact = by_torch(codes, self.scale.float(), self.zero, kind, bits, group, k).double()

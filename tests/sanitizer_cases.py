@@ -210,7 +210,7 @@ def lowbit_cases() -> int:
         weight = Weight(kind, bits, group, n, k, zeros, torch.float16, device="cpu")
         packed, scale, bias = (t.cuda() for t in (weight.packed, weight.scale, weight.bias))
         zero = None if weight.zero is None else weight.zero.cuda()
-        _C.lowbit_dequantize(packed, scale, zero, kind, bits, group, k)
+        _C.lowbit_dequantize(packed, scale, zero, None, kind, bits, group, k)
         for m in (1, 3, 7, 20, 40, 150):
             x = weight.tokens(m)
             call = LowbitCall(

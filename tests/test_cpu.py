@@ -120,6 +120,20 @@ def test_low_bit_products(kind: str, bits: int, zeros: bool, group: int | None) 
                 weight.check(weight.tokens(m))
 
 
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_one_zero_for_all(bits: int) -> None:
+    for zero, group in itertools.product((0, 1 << bits - 1, (1 << bits) - 1), (None, 32, 100)):
+        weight = Weight("uniform", bits, group, 50, 320, zero, torch.float32, "cpu")
+        full = torch.full(weight.scale.shape, zero, dtype=torch.uint8)
+        for x in (weight.tokens(1), weight.tokens(40)):
+            weight.check(x)
+            want = octofuse.woq_linear(x, weight.packed, weight.scale, full, weight.bias, bits=bits, group=group)
+            assert torch.equal(weight.multiply(x), want)
+    for wrong, why in ((1 << bits, ValueError), (-1, ValueError), (True, TypeError), (0.5, TypeError)):
+        with pytest.raises(why, match="zero: expected"):
+            octofuse.woq_linear(x, weight.packed, weight.scale, wrong, bits=bits, group=group)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("kind", "bits", "zeros"), [KINDS[3], KINDS[7], KINDS[18], KINDS[21], KINDS[-1]])
 def test_a_token_keeps_its_bits(kind: str, bits: int, zeros: bool) -> None:
     """Whatever stands beside it, by every instruction set, and by any number of threads."""

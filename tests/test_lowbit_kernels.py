@@ -12,6 +12,7 @@ from torch.nn.functional import gelu, linear
 import octofuse
 from helpers import Weight
 from octofuse import _C
+from octofuse.ops.lowbit import dequantize_lowbit
 
 pytestmark = pytest.mark.gpu
 
@@ -28,10 +29,29 @@ KINDS += [("planes", bits, False) for bits in range(1, 9)] + [("sparse12", 7, Fa
 def test_products(kind: str, bits: int, zeros: bool, group: int | None) -> None:
     for n, k in (*SHAPES, (3216, 256)):
         weight = Weight(kind, bits, group, n, k, zeros, torch.float16)
-        dequantized = _C.lowbit_dequantize(weight.packed, weight.scale, weight.zero, kind, bits, group, k)
+        dequantized = _C.lowbit_dequantize(weight.packed, weight.scale, weight.zero, None, kind, bits, group, k)
         assert torch.equal(dequantized, weight.rounded)
         for m in TOKENS if (n, k) == (130, 1600) else (1, 6, 40):
             weight.check(weight.tokens(m))
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_one_zero_for_all(bits: int, dtype: torch.dtype) -> None:
+    """By every kernel, with the bits of a tensor that is full of it."""
+    for zero, (n, k), group in itertools.product(
+        (0, 1 << bits - 1, (1 << bits) - 1), ((48, 300), (208, 1600)), (None, 32, 128)
+    ):
+        weight = Weight("uniform", bits, group, n, k, zero, dtype)
+        assert torch.equal(
+            dequantize_lowbit(weight.packed, weight.scale, zero, None, "uniform", bits, group, k), weight.rounded
+        )
+        full = torch.full(weight.scale.shape, zero, dtype=torch.uint8, device="cuda")
+        for m in (1, 3, 24, 100):
+            x = weight.tokens(m)
+            weight.check(x)
+            want = octofuse.woq_linear(x, weight.packed, weight.scale, full, weight.bias, bits=bits, group=group)
+            assert torch.equal(weight.multiply(x), want)
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("uniform", 4), ("uniform", 8), ("planes", 3), ("sparse12", 7)])

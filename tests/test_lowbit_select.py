@@ -87,6 +87,7 @@ def test_explain_takes_the_call() -> None:
     x, scale = torch.randn(2, 128), torch.rand(1, 48)
     found = octofuse.explain(woq_linear, x, pack(codes, 4), scale, bits=4)
     assert found.chosen == found.captured == "cpu"
+    assert octofuse.explain(woq_linear, x, pack(codes, 4), scale, 8, bits=4) == found
     declined = dict.fromkeys(("gemv_binary", "gemv_int8", "gemm"), "needs tensors on cuda")
     assert dict(found.declined) == declined | {"dequantized": "slower"}
     assert "cpu: the fastest of those that can serve" in str(found)

@@ -132,3 +132,18 @@ def test_no_kernel_is_chosen_where_it_was_never_timed(m: int, n: int, k: int) ->
     assert chosen.startswith(("wgmma/", "cutlass_sm90/"))
     declined = dict(select(m, n, k, engine="wgmma")["declined"])
     assert "nothing was measured there" in declined["wgmma/16x64_swapped_x3"]
+
+
+@needs_90a
+def test_tables_belong_to_the_devices_that_were_measured() -> None:
+    """By what the memory clock and width say: an H200 and an H100 SXM were swept, an H100 PCIe (2,039 GB/s) was not."""
+    why = {
+        bandwidth: _C.select(1, 4096, 4096, "float16", False, False, "auto", 90, 132, True, [], bandwidth)["why"]
+        for bandwidth in (4917.0, 3352.0, 2039.0, 0.0)
+    }
+    assert why[4917.0].startswith("the fastest measured")
+    assert why[3352.0].startswith("the fastest measured")
+    assert why[2039.0].startswith("the lowest estimated time")
+    assert why[0.0] == why[4917.0], "no device was asked: taken for an H200"
+    fewer = _C.select(1, 4096, 4096, "float16", False, False, "auto", 90, 114, True, [], 3352.0)["why"]
+    assert fewer.startswith("the lowest estimated time")

@@ -124,6 +124,7 @@ void parse_cache(const AttendFields& f, const TensorView& q, const TensorView& k
   if (keys.size(2) < 1 || keys.size(1) < 1) {
     refuse<ValueError>("keys", "a head and room for one position at least", "shape " + keys.shape_text());
   }
+  if (keys.size(2) > 1 << 30) refuse<ValueError>("keys", "room for up to 2^30 positions", "shape " + keys.shape_text());
   const bool is_uint8 = keys.dl.dtype.code == kDLUInt && keys.dl.dtype.bits == 8;
   args.cache = is_uint8 ? CacheType::kFloat8 : keys.dtype == DType::kInt8 ? CacheType::kInt8 : CacheType::kFloat;
   if (args.cache == CacheType::kFloat) expect_dtype(keys, {q.dtype, DType::kInt8});

@@ -52,6 +52,7 @@ py::dict device_info(int device) {
   py::dict info;
   info["compute_capability"] = capability.compute_capability;
   info["sm_count"] = capability.sm_count;
+  info["bandwidth"] = capability.bandwidth;
   info["kernels_sm90a"] = capability.kernels_sm90a;
   info["kernels_mma"] = capability.kernels_mma;
   info["kernels_naive"] = capability.kernels_naive;

@@ -149,10 +149,11 @@ py::dict explain_here(int64_t m, int64_t n, int64_t k, const std::string& out_dt
 // The choice for a device that need not be here.
 py::dict explain_problem(int64_t m, int64_t n, int64_t k, const std::string& out_dtype, bool raw,
                          bool double_activation, const std::string& engine, int compute_capability, int sm_count,
-                         bool cublaslt, const std::vector<TunedEntry>& tuned) {
+                         bool cublaslt, const std::vector<TunedEntry>& tuned, double bandwidth) {
   const GemmProblem problem = problem_of(m, n, k, out_dtype, raw, double_activation);
   const TunedTable table = table_of(tuned);
   Capability capability = capability_for(compute_capability, sm_count);
+  capability.bandwidth = bandwidth;
   capability.cublaslt = cublaslt;
   capability.cublaslt_why = "libcublasLt could not be loaded";
   capability.tuned = &table;
@@ -204,7 +205,7 @@ void bind_gemm(py::module_& module) {
   module.def("matmul", &matmul, py::arg("x"), py::arg("w"), py::arg("alpha"), py::arg("engine"), py::arg("out"));
   module.def("select", &explain_problem, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("raw"),
              py::arg("double_activation"), py::arg("engine"), py::arg("compute_capability"), py::arg("sm_count"),
-             py::arg("cublaslt"), py::arg("tuned") = std::vector<TunedEntry>());
+             py::arg("cublaslt"), py::arg("tuned") = std::vector<TunedEntry>(), py::arg("bandwidth") = 0.0);
   module.def("explain", &explain_here, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("raw"),
              py::arg("double_activation"), py::arg("engine"), py::arg("device"));
   module.def("estimates", &estimate_problem, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"),

@@ -38,9 +38,18 @@ void expect_beside(const TensorView& tensor, const std::vector<int64_t>& shape, 
   }
 }
 
+// Of all groups: given, or the middle of the codes, which leaves int8 values from -127 on.
+int twice_zero_of(py::handle zero_point, int bits) {
+  const int codes = 1 << bits;
+  if (zero_point.is_none()) return bits == 8 ? codes : codes - 1;
+  const auto zero = zero_point.cast<int64_t>();
+  if (zero < 0 || zero >= codes) refuse<ValueError>("zero", "0 to " + std::to_string(codes - 1), std::to_string(zero));
+  return static_cast<int>(2 * zero);
+}
+
 // scale is called "alpha" for planes: [groups, planes, N].
-LowbitWeight checked_weight(py::handle packed, py::handle scale, py::handle zero, const std::string& kind, int bits,
-                            py::handle group, int64_t k) {
+LowbitWeight checked_weight(py::handle packed, py::handle scale, py::handle zero, py::handle zero_point,
+                            const std::string& kind, int bits, py::handle group, int64_t k) {
   LowbitArgs args;
   args.format = parse_kind(kind, bits);
   args.bits = bits;
@@ -65,6 +74,8 @@ LowbitWeight checked_weight(py::handle packed, py::handle scale, py::handle zero
     }
     expect_beside(*weight.zero, {groups, n}, weight.packed);
     weight.args.zero = weight.zero->data<const uint8_t>();
+  } else if (args.format == LowbitFormat::kUniform) {
+    weight.args.twice_zero = twice_zero_of(zero_point, bits);
   }
   weight.args.n = static_cast<int>(n);
   weight.args.k = static_cast<int>(k);
@@ -159,7 +170,7 @@ LowbitCall checked_call(const LowbitFields& given) {
   check_activations(x);
   const int64_t k = x.size(x.ndim() - 1);
   LowbitCall call{x,
-                  checked_weight(given.packed, given.scale, given.zero, parse_str(given.kind, "kind"),
+                  checked_weight(given.packed, given.scale, given.zero, given.zero_point, parse_str(given.kind, "kind"),
                                  given.bits.cast<int>(), given.group, k),
                   {},
                   {},
@@ -245,9 +256,9 @@ py::dict select_op(const std::string& kind, int bits, int64_t m, int64_t n, int6
   return result;
 }
 
-py::object lowbit_dequantize_op(py::handle packed, py::handle scale, py::handle zero, const std::string& kind, int bits,
-                                py::handle group, int64_t k) {
-  const LowbitWeight weight = checked_weight(packed, scale, zero, kind, bits, group, k);
+py::object lowbit_dequantize_op(py::handle packed, py::handle scale, py::handle zero, py::handle zero_point,
+                                const std::string& kind, int bits, py::handle group, int64_t k) {
+  const LowbitWeight weight = checked_weight(packed, scale, zero, zero_point, kind, bits, group, k);
   const bool served = !weight.packed.on_cpu() && weight.scale.dtype != DType::kFloat32 &&
                       problem_of(weight.args).unserved == nullptr &&
                       device_capability(weight.packed.device()).kernels_mma;

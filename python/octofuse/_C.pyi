@@ -25,6 +25,7 @@ def select(
     sm_count: int,
     cublaslt: bool,
     tuned: list[tuple[int, int, int, str, str]] = ...,
+    bandwidth: float = ...,
 ) -> dict[str, Any]: ...
 def explain(
     m: int, n: int, k: int, out_dtype: str, raw: bool, double_activation: bool, engine: str, device: int
@@ -53,7 +54,14 @@ def lowbit_select(
     shared_memory: int,
 ) -> dict[str, Any]: ...
 def lowbit_dequantize(
-    packed: Tensor, scale: Tensor, zero: Tensor | None, kind: str, bits: int, group: int | None, k: int
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    zero_point: int | None,
+    kind: str,
+    bits: int,
+    group: int | None,
+    k: int,
 ) -> Tensor | None: ...
 
 # bind_decode.cpp

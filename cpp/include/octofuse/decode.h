@@ -74,7 +74,7 @@ struct AttendArgs {
   bool reads_first = false;      // lets successors in only behind its own first requests
   int slots = 2;                 // of a warp's ring
   int sums_at = 0;               // where the warps' sums lie in dynamic shared memory, in bytes
-  uint32_t* arrivals = nullptr;  // AttendScratch's counters: splits that are done; zero, and left zero
+  uint32_t* arrivals = nullptr;  // AttendScratch's counters: blocks that are done; zero, and left zero
 };
 
 // Scratch memory that a call needs: floats, and 32-bit counters.

@@ -11,6 +11,7 @@ struct TunedTable;  // gemm.h
 struct Capability {
   int compute_capability = 0;  // 90 for sm_90; 0: no device
   int sm_count = 0;
+  double bandwidth = 0;               // GB/s of memory by its clock and width; 0: no device was asked
   int shared_memory = 0;              // bytes that a block may ask for; 0: no device was asked
   bool kernels_sm90a = false;         // this build holds sm_90a machine code
   bool kernels_mma = false;           // this build holds mma.sync kernels that the device can load

@@ -5,7 +5,7 @@
 //
 // Weights lie in tiles of 16 output channels, a row tile, by 128 columns, a k-block (python/octofuse/quant/packing.py
 // has the one description), and
-//   uniform:  w = scale * (code - zero), codes of 1 to 8 bits; zero: given, or the middle of the codes
+//   uniform:  w = scale * (code - zero), codes of 1 to 8 bits; zero: of each group, or one for all
 //   planes:   w = sum of scale[i] * (+1 where bit i of the code is set, else -1), 1 to 8 of them
 //   sparse12: of every two columns one, its value of 7 bits times scale.
 //
@@ -70,6 +70,7 @@ struct LowbitArgs {
   const uint32_t* packed = nullptr;
   const void* scale = nullptr;    // [groups, n]; planes: [groups, planes, n]
   const uint8_t* zero = nullptr;  // [groups, n], uniform alone, or null
+  int twice_zero = 0;             // uniform without `zero`: that of all, twice, since the middle of 2^b codes is x.5
   // Of it x_scale, out_scale, bias, activation and residual are read; bias and residual are of `type`.
   EpilogueArgs epilogue;
   bool gated = false;                // no residual then

@@ -68,10 +68,8 @@ inline void load_group(const LowbitArgs& args, int64_t group, int64_t n0, Group&
     return;
   }
   const bool pairs = args.format == LowbitFormat::kSparse12;
-  const float middle = pairs            ? static_cast<float>(kZeroOfPairs)
-                       : args.bits == 8 ? 128.0F
-                                        : static_cast<float>((1 << args.bits) - 1) / 2.0F;
-  for (float& zero : found.zero) zero = middle;
+  const float of_all = static_cast<float>(pairs ? 2 * kZeroOfPairs : args.twice_zero) / 2.0F;
+  for (float& zero : found.zero) zero = of_all;
 }
 
 // Eight weights of row r; kTables_ of planes, or 0 for codes on a grid, whose scale comes later.

@@ -166,16 +166,18 @@ class Division {
     return fit >= kMost ? kMost : std::min(fit, 2);
   }
 
-  // A wave of blocks takes as long as one's splits, and a start, which takes about as long as so many positions.
+  // A wave of blocks takes as long as one's splits, and a start, which takes about as long as so many positions. That
+  // holds for sequences as long as the cache; one that is alone in its length must not wait for few blocks.
   static int takers_of(int capacity, int64_t rows, int at_once) {
     constexpr int64_t kStart = 128;
+    constexpr int kMostInTurn = 8;  // splits of a block
     const int splits = splits_of(capacity);
     const int64_t positions = ceil_div(capacity, splits);
     const auto time = [&](int takers) {
       return ceil_div(rows * takers, at_once) * (ceil_div(splits, takers) * positions + kStart);
     };
     int best = splits;
-    for (int takers = splits - 1; takers > 0; --takers) {
+    for (int takers = splits - 1; takers * kMostInTurn >= splits; --takers) {
       if (time(takers) < time(best)) best = takers;
     }
     return best;

@@ -6,15 +6,12 @@
 #include <string>
 
 #include "gemm/cutlass/tiles_sm80.h"
+#include "gemm/measured.h"
 #include "gemm/skinny/tiles.h"
 #include "gemm/wgmma/tiles.h"
 
 namespace octofuse {
 namespace {
-
-// Written by benchmarks/fit_select.py: kModels (name, TimeModel), kMeasuredRows (the Ms) and kMeasured (N, K, one index
-// into kModels per M).
-#include "gemm/measured_h200.inc"
 
 using Form = wgmma::Form;
 constexpr Form kTokens = Form::kTokens, kSwapped = Form::kSwapped, kPingpong = Form::kPingpong;
@@ -102,28 +99,9 @@ std::vector<Candidate> make_candidates() {
   return all;
 }
 
-const Candidate* find(const std::string& name) {
-  for (const Candidate& candidate : candidates()) {
-    if (candidate.name == name) return &candidate;
-  }
-  return nullptr;
-}
-
 double ceil_div(int64_t a, int64_t b) { return static_cast<double>((a + b - 1) / b); }
 
-// One model a candidate, in candidates()' order. Those that were not swept come last.
-const std::vector<TimeModel>& models() {
-  static const std::vector<TimeModel> all = [] {
-    std::vector<TimeModel> list(candidates().size(), TimeModel{100, 100, 10, 1, 0});
-    for (const auto& [name, model] : kModels) {
-      if (const Candidate* candidate = find(name)) list[static_cast<size_t>(candidate - candidates().data())] = model;
-    }
-    return list;
-  }();
-  return all;
-}
-
-// int8 products of an SM in a clock through mma.sync, GHz, GB/s of memory: from data sheets, for 90 as measured.
+// int8 products of an SM in a clock through mma.sync, GHz, GB/s of memory: from data sheets.
 struct Chip {
   int compute_capability;
   double macs, clock, bandwidth;
@@ -131,7 +109,7 @@ struct Chip {
 
 constexpr Chip kChips[] = {
     {80, 2048, 1.41, 1555}, {86, 1024, 1.70, 760},  {87, 1024, 1.30, 205},   {89, 1024, 2.50, 864},
-    {90, 2048, 1.70, 4300}, {100, 2048, 1.8, 8000}, {120, 1024, 2.40, 1792},
+    {90, 2048, 1.70, 4800}, {100, 2048, 1.8, 8000}, {120, 1024, 2.40, 1792},
 };
 
 // The newest chip that is not newer: an unknown one is taken for its predecessor.
@@ -141,6 +119,11 @@ const Chip& chip_of(int compute_capability) {
     if (known.compute_capability <= compute_capability) chip = &known;
   }
   return *chip;
+}
+
+// GB/s: what the device says, or its chip's.
+double bandwidth_of(const Capability& capability) {
+  return capability.bandwidth > 0 ? capability.bandwidth : chip_of(capability.compute_capability).bandwidth;
 }
 
 // mma.sync tiles are not swept but reckoned: a launch, then the tensor cores of the SM that gets most tiles, or memory.
@@ -153,16 +136,7 @@ double roofline(const Candidate& c, const GemmProblem& problem, const Capability
   const double compute = rounds * products / (chip.macs * chip.clock * 1e3 * sm80::kTiles[c.tile].efficiency);
   const double bytes = static_cast<double>((problem.m + problem.n) * problem.k) +
                        static_cast<double>(problem.m * problem.n) * static_cast<double>(size_of(problem.out));
-  return kLaunch + std::max(compute, bytes / (chip.bandwidth * 1e3));
-}
-
-const std::vector<const Candidate*>& measured_candidates() {
-  static const std::vector<const Candidate*> all = [] {
-    std::vector<const Candidate*> list;
-    for (const auto& [name, model] : kModels) list.push_back(find(name));
-    return list;
-  }();
-  return all;
+  return kLaunch + std::max(compute, bytes / (bandwidth_of(capability) * 1e3));
 }
 
 // Where a kernel is timed (benchmarks/sweep_gemm.py) and estimated: elsewhere most of its tile would be empty, or its
@@ -215,10 +189,11 @@ double estimated_time(const Candidate& c, const GemmProblem& problem, const Capa
   if (c.engine == Engine::kNaive) return 1e30;
   if (c.engine == Engine::kCutlassSm80) return roofline(c, problem, capability);
   if (!is_swept(c, problem.m)) return kNoEstimate;
-  const TimeModel& model = models()[static_cast<size_t>(&c - candidates().data())];
+  const Measured& measured = measured_near(bandwidth_of(capability));
+  const TimeModel& model = measured.models[static_cast<size_t>(&c - candidates().data())];
   TimeModel features = features_of(c, problem, capability.sm_count);
-  if (c.engine == Engine::kSkinny) {  // swept on an H200: elsewhere the same bytes come at another rate
-    const double slower = chip_of(90).bandwidth / chip_of(capability.compute_capability).bandwidth;
+  if (c.engine == Engine::kSkinny) {  // elsewhere the same bytes come at another rate
+    const double slower = measured.bandwidth / bandwidth_of(capability);
     features[2] *= slower;
     features[3] *= slower;
   }
@@ -226,15 +201,11 @@ double estimated_time(const Candidate& c, const GemmProblem& problem, const Capa
 }
 
 const Candidate* measured_best(const GemmProblem& problem, const Capability& capability) {
-  if (capability.compute_capability != 90 || capability.sm_count != 132) return nullptr;
-  const auto* row = std::lower_bound(std::begin(kMeasuredRows), std::end(kMeasuredRows), problem.m);
-  if (row == std::end(kMeasuredRows)) return nullptr;
-  for (const MeasuredShape& shape : kMeasured) {
-    if (shape.n != problem.n || shape.k != problem.k) continue;
-    const int model = shape.best[row - std::begin(kMeasuredRows)];
-    return model < 0 ? nullptr : measured_candidates()[static_cast<size_t>(model)];
-  }
-  return nullptr;
+  if (capability.compute_capability != 90) return nullptr;
+  const Measured& measured = measured_near(bandwidth_of(capability));
+  const double rate = bandwidth_of(capability) / measured.bandwidth;
+  if (capability.sm_count != measured.sm_count || rate < 0.9 || rate > 1.1) return nullptr;
+  return measured.best(problem.m, problem.n, problem.k);
 }
 
 }  // namespace octofuse

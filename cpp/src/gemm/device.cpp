@@ -26,21 +26,21 @@ Capability& known_capability(int device) {
   static std::array<Capability, 64> known;
   static std::array<std::once_flag, 64> once;
   std::call_once(once.at(static_cast<size_t>(device)), [device] {
-    int major = 0;
-    int minor = 0;
-    int sms = 0;
-    int shared_memory = 0;
-    cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    if (status == cudaSuccess) {
-      status = cudaDeviceGetAttribute(&shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    }
-    if (status != cudaSuccess) {
-      throw RuntimeError("cuda:" + std::to_string(device) + ": " + cudaGetErrorString(status));
-    }
-    Capability capability = capability_for(major * 10 + minor, sms);
-    capability.shared_memory = shared_memory;
+    const auto attribute = [device](cudaDeviceAttr which) {
+      int value = 0;
+      const cudaError_t status = cudaDeviceGetAttribute(&value, which, device);
+      if (status != cudaSuccess) {
+        throw RuntimeError("cuda:" + std::to_string(device) + ": " + cudaGetErrorString(status));
+      }
+      return value;
+    };
+    Capability capability =
+        capability_for(attribute(cudaDevAttrComputeCapabilityMajor) * 10 + attribute(cudaDevAttrComputeCapabilityMinor),
+                       attribute(cudaDevAttrMultiProcessorCount));
+    // kHz and bits; two transfers a clock.
+    const double bits = attribute(cudaDevAttrGlobalMemoryBusWidth);
+    capability.bandwidth = 2.0 * attribute(cudaDevAttrMemoryClockRate) * bits / 8 / 1e6;
+    capability.shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     capability.cublaslt = cublaslt::api().loaded();
     capability.cublaslt_why = cublaslt::api().why_not;
     known.at(static_cast<size_t>(device)) = capability;

@@ -139,8 +139,8 @@ auto fields(const GemmProblem& p) {
 }
 
 auto fields(const Capability& c) {
-  return std::make_tuple(c.compute_capability, c.sm_count, c.kernels_sm90a, c.kernels_mma, c.kernels_naive, c.cublaslt,
-                         c.tuned == nullptr ? 0 : c.tuned->id);
+  return std::make_tuple(c.compute_capability, c.sm_count, c.bandwidth, c.kernels_sm90a, c.kernels_mma, c.kernels_naive,
+                         c.cublaslt, c.tuned == nullptr ? 0 : c.tuned->id);
 }
 
 // The last choices of this thread, so that a call does not estimate every candidate again.

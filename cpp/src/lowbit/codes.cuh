@@ -39,9 +39,8 @@ struct Codes {
   static constexpr bool kSparse = kFormat == LowbitFormat::kSparse12;
   static constexpr int kWidth = width_of(kFormat, kBits);  // bits that a column takes in a tile (of a plane)
   static constexpr int kCount = planes_of(kFormat, kBits);
-  static constexpr int kTwiceMiddle = kPlanes ? 1 : kBits == 8 ? 256 : (1 << kBits) - 1;  // without zero points
-  static constexpr int kWords = 2 * kWidth;                                               // of a lane and plane
-  static constexpr int kBytes = 256 * kWidth;                                             // of a plane of a tile
+  static constexpr int kWords = 2 * kWidth;    // of a lane and plane
+  static constexpr int kBytes = 256 * kWidth;  // of a plane of a tile
 };
 
 // Calls f(first word, offset in the tile, bytes) for each piece of a lane's words: 16 bytes at a time, and behind these

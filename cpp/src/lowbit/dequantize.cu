@@ -47,7 +47,9 @@ __device__ void values_of_step(const DequantizeArgs& args, const char* tile, int
       const int n = min(row_tile * kTileRows + lane / 4 + row * 8, w.n - 1);
       const int64_t at = static_cast<int64_t>(group) * w.n + n;
       const float scale = half_of(w.scale[(static_cast<int64_t>(group) * planes + plane) * w.n + n], w.type);
-      const float zero = 0.5F * static_cast<float>(w.has_zeros != 0 ? 2 * w.zero[at] : Code::kTwiceMiddle);
+      const float zero = 0.5F * static_cast<float>(w.has_zeros != 0 ? 2 * w.zero[at]
+                                                   : Code::kPlanes  ? 1
+                                                                    : w.twice_zero);
 #pragma unroll
       for (int column = 0; column < 8; ++column) {
         const float value = unscaled<kFormat, kBits>(a, row, column, zero);

@@ -295,6 +295,7 @@ void run_gemm(const LowbitArgs& given, int device, cudaStream_t stream) {
   args.tokens_read = std::min(given.m, kernel.tokens);
   args.base = kernel.base;
   args.has_zeros = w.has_zeros != 0;
+  args.twice_zero = w.twice_zero;
   args.constant_weight = given.constant_weight;
   args.chained = is_chained(stream, device);
   args.layout = layout_of(args, kernel);

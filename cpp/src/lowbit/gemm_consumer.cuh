@@ -47,7 +47,7 @@ class Operand {
 
  public:
   __device__ explicit Operand(const GemmArgs& args)
-      : args_(args), lane_(static_cast<int>(threadIdx.x) % 32), dequantizer_(args.base, args.has_zeros) {
+      : args_(args), lane_(static_cast<int>(threadIdx.x) % 32), dequantizer_(args.base, args.twice_zero) {
     const int row_tile = static_cast<int>(threadIdx.x) % Traits::kGroupThreads / 32;
     const int channel = row_tile * kTileRows + lane_ / 4;
     codes_ = args.layout.codes + row_tile * args.layout.tile;

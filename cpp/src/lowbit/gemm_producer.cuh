@@ -36,6 +36,7 @@ struct GemmArgs {
   int slice_blocks, longer_slices;  // k-blocks of a K slice; the first longer_slices have one more
   int tokens_read;                  // rows of x's box
   uint32_t base;                    // Dequantizer's
+  int twice_zero;                   // where there are no zero points: 0 with them
   bool has_zeros, constant_weight, chained;
   StageLayout layout;
   CUtensorMap codes, scales, zeros, x;

@@ -21,7 +21,7 @@ constexpr int kThreads = 32 * kSlices;
 // What a kernel needs first comes first here: constants are cold when it starts.
 struct GemvArgs {
   TokenRows rows;
-  int m, k;
+  int m;
   int log_tokens;         // slots for tokens: 1, 2 or 4
   int row_tiles, stages;  // gated: row tiles of gates, each of which a block takes with the one of its values
   int sm_count, room;     // bytes of shared memory of a block
@@ -36,7 +36,6 @@ struct GemvArgs {
   GemvArgs(const LowbitArgs& args, const NormArgs& norm, bool chained, int device)
       : rows{args.x, args.ldx, args.k, args.type, args.x_is_int8},
         m(args.m),
-        k(args.k),
         log_tokens(log_slots(args.m)),
         row_tiles(static_cast<int>(ceil_div(args.n, kTileRows)) >> args.gated),
         stages(0),
@@ -52,10 +51,10 @@ struct GemvArgs {
     if (args.gated) w.apart = row_tiles;
   }
 
-  bool gated() const { return epilogue.gated; }
+  __host__ __device__ bool gated() const { return epilogue.gated; }
 
   // Row tiles from one unit of a kernel that takes `several` to the next.
-  __host__ __device__ int of_unit(int several) const { return w.apart == 1 ? several : 1; }
+  __host__ __device__ int of_unit(int several) const { return gated() ? 1 : several; }
 };
 
 // A kernel as the host sees it.
@@ -110,14 +109,14 @@ GemvKernel gemv_of(void (*kernel)(GemvArgs)) {
 // in uniform registers, and loops are 4 to 8 % shorter.
 __device__ inline int this_warp() { return __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x / 32), 0); }
 
-// Waits until at most stages - kBut of this thread's newest groups of copies are still on their way. cp.async takes
-// that number as an immediate: hence an instruction for each of the two depths that a ring can have.
-template <class Traits, int kBut>
+// Waits until at most stages - 2 of this thread's newest groups of copies are still on their way. cp.async takes that
+// number as an immediate: hence an instruction for each of the two depths that a ring can have.
+template <class Traits>
 __device__ inline void wait_for_stages(int stages) {
   if (Traits::kDeep == kShallowStages || stages != Traits::kDeep) {
-    wait_for_copies<kShallowStages - kBut>();
+    wait_for_copies<kShallowStages - 2>();
   } else {
-    wait_for_copies<Traits::kDeep - kBut>();
+    wait_for_copies<Traits::kDeep - 2>();
   }
 }
 
@@ -150,7 +149,7 @@ class Tokens {
   // Requests this warp's first shares.
   __device__ void load() { load_from(0); }
 
-  // The norm in front, if any; `sums`, `apart`: see below.
+  // With the norm in front, if there is one, which has been measured.
   template <class Norm>
   __device__ void convert(Norm& norm, float factor) {
 #pragma unroll 1
@@ -255,7 +254,7 @@ class Tokens {
 template <class Traits, class Operand>
 __device__ inline void prepare_tokens(const GemvArgs& args, Tokens<Traits, Operand>& tokens, char* memory, int apart,
                                       float factor) {
-  TokenNorm<Traits::kNormShares> norm(args.norm, args.rows.type, args.k, args.w.k_blocks);
+  TokenNorm<Traits::kNormShares> norm(args.norm, args.rows);
   if constexpr (Traits::kNorm) tokens.prefetch(norm);
   if (args.chained) {
     wait_for_predecessors();

@@ -146,7 +146,7 @@ __device__ float multiply_block(const GemvArgs& args, const Counter& counter, ch
         for (int j = 0; j < Traits::kRowTiles; ++j) of_tiles[j] = &planes[j][i];
         sum = sum * 2 + counter.product<Traits::kRowTiles>(of_tiles, of_segment);
       }
-      int twice_zero = Stage::Code::kTwiceMiddle;
+      int twice_zero = Stage::Code::kPlanes ? 1 : args.w.twice_zero;
       if (Stage::has_zeros(args.w)) twice_zero = 2 * Stage::zeros(stage)[segment * Traits::kChannels + counter.channel];
       const int total = sum * 2 - twice_zero * scales_and_sums[segment].sum;
       const int at = (segment * Traits::kScales + plane) * Traits::kChannels + counter.channel;
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, 2) binary_kernel(const __grid_consta
     const ScaleAndSum* of_columns = scales_and_sums;
 #pragma unroll 1
     for (int k_block = slice; k_block < k_blocks; k_block += Traits::kBlocks * kSlices) {
-      wait_for_stages<Traits, 2>(args.stages);
+      wait_for_stages<Traits>(args.stages);
       __syncwarp();  // this stage has arrived, and the one before has been read
       produce(before);
 #pragma unroll

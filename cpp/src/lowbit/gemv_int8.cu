@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
     const ScaleAndSum* of_columns = scales_and_sums;
 #pragma unroll 1
     for (int k_block = slice; k_block < k_blocks; k_block += kSlices) {
-      wait_for_stages<Traits, 2>(stages);
+      wait_for_stages<Traits>(stages);
       __syncwarp();  // this stage has arrived, and the one before has been read
       produce(before);
       multiply<Traits>(args.w, columns, of_columns, tokens, stage, lane, y);

@@ -94,7 +94,7 @@ void gate(const LowbitArgs& args, const void* x, int device, Stream stream) {
   rows.ldx = args.n;
   rows.activation = args.epilogue.activation;
   rows.gated = true;
-  rows.constants = args.constant_weight;
+  rows.constants = args.constant_weight && args.out_type != DType::kInt8;  // nothing is promised about out_scale
   if (args.out_type == DType::kInt8) {
     rows.q = static_cast<int8_t*>(args.out);
     rows.scale = args.epilogue.out_scale;

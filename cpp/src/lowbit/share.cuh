@@ -10,14 +10,14 @@ namespace octofuse::lowbit {
 
 constexpr int kShareColumns = 2 * kBlockK;
 
-// The tokens as they lie in memory.
+// The tokens as they lie in memory. Columns 2 i and 2 i + 1 can be loaded at once (gemv_reads() in run.cpp).
 struct TokenRows {
   const void* x;
   int64_t ldx;
   int k;
   DType type;
   bool is_int8;
-};  // columns 2 i and 2 i + 1 can be loaded at once
+};
 
 #ifdef __CUDACC__
 

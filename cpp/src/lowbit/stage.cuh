@@ -34,7 +34,8 @@ struct Weight {
   Groups groups;
   DType type;
   int has_zeros;  // no bool: loops would have to unpack its byte
-  bool wide;      // 8 scales and 16 zero points can be copied at once
+  int twice_zero;
+  bool wide;  // 8 scales and 16 zero points can be copied at once
 
   explicit Weight(const LowbitArgs& args)
       : packed(reinterpret_cast<const char*>(args.packed)),
@@ -47,6 +48,7 @@ struct Weight {
         groups(args.group),
         type(args.type),
         has_zeros(args.zero != nullptr),
+        twice_zero(args.twice_zero),
         wide(args.n % 16 == 0 && is_aligned(scale) && is_aligned(zero)) {}
 
 #ifdef __CUDACC__
@@ -202,7 +204,7 @@ __device__ inline void read_zeros(const Weight& w, char* stage, int segment, int
   const int at = segment * Stage::kChannels + row_tile * kTileRows + lane / 4;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    twice[i] = Stage::Code::kTwiceMiddle;
+    twice[i] = Stage::Code::kPlanes ? 1 : w.twice_zero;
     if (Stage::has_zeros(w)) twice[i] = 2 * Stage::zeros(stage)[at + i * 8];
   }
 }

@@ -21,8 +21,8 @@ class TokenNorm {
   Share weight_[kAhead], bias_[kAhead];
 
  public:
-  __device__ TokenNorm(const NormArgs& args, DType type, int k, int k_blocks)
-      : args_(args), type_(type), k_(k), groups_((k_blocks + 1) / 2) {}
+  __device__ TokenNorm(const NormArgs& args, const TokenRows& rows)
+      : args_(args), type_(rows.type), k_(rows.k), groups_((rows.k + kShareColumns - 1) / kShareColumns) {}
 
   __device__ bool is_centred() const { return args_.kind == Norm::kLayer; }
 

@@ -19,22 +19,6 @@ struct Columns {
   int t, step, half;
 
   __device__ explicit Columns(int lane) : t(lane % 4), step(lane / 4 % 4), half(lane / 16) {}
-
-  __device__ void load(const char* block, DType type, float (&v)[4]) const {
-    const auto* const pairs = reinterpret_cast<const uint32_t*>(block) + step * 16 + half * 8 + t;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const uint32_t pair = pairs[j * 4];
-      v[j] = half_of(static_cast<uint16_t>(pair), type);
-      v[2 + j] = half_of(static_cast<uint16_t>(pair >> 16), type);
-    }
-  }
-
-  // int8, byte i of four.
-  __device__ uint32_t load_int8(const char* block) const {
-    const auto* const pairs = reinterpret_cast<const uint16_t*>(block) + step * 16 + half * 8 + t;
-    return __byte_perm(pairs[0], pairs[4], 0x5140);
-  }
 };
 
 // A lane's four values of a k-block as integers, 256 * high + low.

@@ -53,11 +53,8 @@ class Dequantizer {
   static constexpr bool kThroughFp32 = kType == DType::kBFloat16 && (Code::kWidth == 8 || Code::kSparse);
   static constexpr DType kIntegers = kThroughFp32 ? DType::kFloat16 : kType;
   static constexpr bool kIsHalf = kIntegers == DType::kFloat16;
-  // The code that is subtracted as an integer. Sparse codes are twice their value, plus 128: weights() flips their
-  // sign.
-  static constexpr int kMiddle = Code::kSparse ? 128 : (Code::kTwiceMiddle + 1) / 2;
-  // The middle is x.5: kMiddle rounds it up, and addend_ gives half a scale back.
-  static constexpr bool kHasHalf = !Code::kSparse && Code::kTwiceMiddle % 2 == 1;
+  // The zero of all may be x.5: then the next integer is subtracted, and addend_ gives half a scale back.
+  static constexpr bool kMayHaveHalf = !Code::kSparse && Code::kWidth < 8;
   uint32_t base_, addend_factor_ = 0;
   uint32_t offset_[2], zero_[2], scale_[2], addend_[2];
 
@@ -68,12 +65,14 @@ class Dequantizer {
   static constexpr bool kNibbles = kType == DType::kFloat16 && Code::kWidth == 4 && !Code::kSparse;
 
   // base: kBase, which the compiler must not know. Then it stays in a register, and instructions that have room for one
-  // literal are not split in two. Without zero points the middle of the codes is subtracted.
-  __device__ Dequantizer(uint32_t base, bool has_zeros) : base_(base) {
-    if (kHasHalf && !has_zeros) addend_factor_ = pair_of<kType>(0.5F);
+  // literal are not split in two. twice_zero: that of all. Sparse codes are twice their value, plus 128: weights()
+  // flips their sign.
+  __device__ Dequantizer(uint32_t base, int twice_zero) : base_(base) {
+    if (kMayHaveHalf && twice_zero % 2 != 0) addend_factor_ = pair_of<kType>(0.5F);
+    const int zero = Code::kSparse ? 128 : (twice_zero + 1) / 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      offset_[i] = first_offset(i) + twice(kMiddle * factor(i));
+      offset_[i] = first_offset(i) + twice(static_cast<uint16_t>(zero * factor(i)));
       zero_[i] = 0;
     }
   }
@@ -93,7 +92,7 @@ class Dequantizer {
     } else {
       scale_[channel] = twice(scale);
       if constexpr (Code::kSparse) scale_[channel] = multiply_pairs<kType>(scale_[channel], pair_of<kType>(0.5F));
-      addend_[channel] = kHasHalf ? multiply_pairs<kType>(scale_[channel], addend_factor_) : 0;
+      addend_[channel] = kMayHaveHalf ? multiply_pairs<kType>(scale_[channel], addend_factor_) : 0;
     }
   }
 
@@ -124,8 +123,8 @@ class Dequantizer {
   static constexpr uint32_t first_offset(int channel) { return factor(channel) == 1 ? kBase : 0xD400D400U; }
 
   __device__ uint32_t scaled(int channel, uint32_t level) const {
-    return kHasHalf ? fma_pairs<kType>(level, scale_[channel], addend_[channel])
-                    : multiply_pairs<kType>(level, scale_[channel]);
+    return kMayHaveHalf ? fma_pairs<kType>(level, scale_[channel], addend_[channel])
+                        : multiply_pairs<kType>(level, scale_[channel]);
   }
 
   __device__ uint32_t weight(int channel, uint32_t joined) const {

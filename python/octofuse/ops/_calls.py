@@ -56,7 +56,10 @@ class RowLinearCall(NamedTuple):
 
 
 class LowbitCall(NamedTuple):
-    """`woq_linear`, `bcq_linear` and `sparse12_linear`; kind: "uniform", "planes" or "sparse12"."""
+    """`woq_linear`, `bcq_linear` and `sparse12_linear`; kind: "uniform", "planes" or "sparse12".
+
+    zero_point: one for all groups, in place of zero.
+    """
 
     x: Tensor
     x_scale: Scale | None
@@ -78,6 +81,7 @@ class LowbitCall(NamedTuple):
     engine: str
     constant_weight: bool
     gated: bool = False
+    zero_point: int | None = None
 
 
 class RowsCall(NamedTuple):

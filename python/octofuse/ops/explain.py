@@ -84,6 +84,7 @@ def _call_of(function: Any, arguments: Any, options: Any) -> LowbitCall:
     if "alpha" in given:
         given["bits"] = lowbit.planes_of(given["alpha"])
         given["scale"] = given.pop("alpha")
+    given["zero"], given["zero_point"] = lowbit.split_zero(given["zero"])
     return LowbitCall(kind=_KINDS[function], **given)
 
 

@@ -43,7 +43,7 @@ def woq_linear(
     x: Tensor,
     packed: Tensor,
     scale: Tensor,
-    zero: Tensor | None = None,
+    zero: Tensor | int | None = None,
     bias: Tensor | None = None,
     *,
     bits: int,
@@ -66,7 +66,7 @@ def woq_linear(
         x: fp16, bf16, fp32 or int8 `[..., K]`, dense in K.
         packed: int32, `quant.packing.pack` of codes `[N, K]` of `bits` bits; it knows K up to a multiple of 128 only.
         scale: fp16, bf16 or fp32 `[G, N]`, for each group of `group` columns; None: a row is one group.
-        zero: uint8 `[G, N]`; None: the grid's middle (`quant.grid`).
+        zero: uint8 `[G, N]`; an int, 0 to 2^bits - 1: the same for all; None: the grid's middle (`quant.grid`).
         bias: `[N]`. activation: None, "relu", "gelu", "gelu_tanh" or "silu". residual: `[..., N]`.
         constant_weight: nothing in flight writes packed, scale, zero, or the norm's weight and bias; as in `i8f16_linear`.
         x_scale: of an int8 x and only of one: fp32 `[M]` or `[M, 1]` for its M rows (`quantize_per_token` gives both), one
@@ -95,10 +95,12 @@ def woq_linear(
         >>> octofuse.woq_linear(torch.ones(1, 4), packed, torch.full((1, 1), 0.5), zero, bits=4)
         tensor([[7.]])
     """
+    zeros, zero_point = split_zero(zero)
     return _call(
         LowbitCall(
-            x, x_scale, packed, scale, zero, None, "uniform", bits, group, norm, norm_weight, norm_bias, eps, bias,
-            activation, residual, out_scale, engine, constant_weight, gated,
+            x, x_scale, packed, scale, zeros, None, "uniform", bits, group, norm, norm_weight,
+            norm_bias, eps, bias, activation, residual, out_scale, engine, constant_weight, gated,
+            zero_point,
         )
     )  # fmt: skip
 
@@ -204,7 +206,7 @@ def sparse12_linear(
 def dequantize_lowbit(
     packed: Tensor,
     scale: Tensor,
-    zero: Tensor | None,
+    zero: Tensor | int | None,
     offset: Tensor | None,
     kind: str,
     bits: int,
@@ -213,7 +215,7 @@ def dequantize_lowbit(
 ) -> Tensor:
     """The weight, `[N, columns]` in the scale's dtype; kind: "uniform", "planes" or "sparse12"."""
     if offset is None:
-        w = _C.lowbit_dequantize(packed, scale, zero, kind, bits, group, columns)
+        w = _C.lowbit_dequantize(packed, scale, *split_zero(zero), kind, bits, group, columns)
         if w is not None:
             return w
     rows = scale.shape[-1]
@@ -222,7 +224,12 @@ def dequantize_lowbit(
     codes = unpack(packed, bits, rows, columns, planes=kind == "planes")
     if kind == "planes":
         return bcq.dequantize(codes, scale.permute(2, 0, 1), None if offset is None else offset.t(), group)
-    return grid.dequantize(codes, scale.t(), None if zero is None else zero.t(), bits, group)
+    return grid.dequantize(codes, scale.t(), zero.t() if isinstance(zero, Tensor) else zero, bits, group)
+
+
+def split_zero(zero: Tensor | int | None) -> tuple[Tensor | None, int | None]:
+    """A zero of each group and one for all, of which one is None."""
+    return (None, zero) if type(zero) is int else (zero, None)  # type: ignore[return-value]  # _C refuses a bool
 
 
 def planes_of(alpha: Tensor) -> int:
@@ -274,7 +281,8 @@ def _dequantized_linear(call: LowbitCall) -> Tensor:
         x = rows.normed(call)
     if call.x_scale is not None:
         x = _in_floating_point(x, call.x_scale).to(scale.dtype)
-    stored = (call.packed, scale, call.zero, call.offset, call.kind, call.bits, call.group)
+    zero = call.zero if call.zero_point is None else call.zero_point
+    stored = (call.packed, scale, zero, call.offset, call.kind, call.bits, call.group)
     w = dequantize_lowbit(*stored, x.shape[-1])
     y = linear(x, w.to(x.dtype), None if call.bias is None else call.bias.to(x.dtype))
     y = activation_named(call.activation)(y)

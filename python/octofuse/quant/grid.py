@@ -38,10 +38,11 @@ def groups_of(columns: int, group: int | None) -> int:
     return 1 if group is None else -(-columns // group)
 
 
-def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int | None) -> Tensor:
-    """codes [N, K], scale and zero [N, G] -> [N, K] in the scale's dtype."""
+def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | int | None, bits: int, group: int | None) -> Tensor:
+    """codes [N, K], scale and zero [N, G], or one zero for all -> [N, K] in the scale's dtype."""
     columns = codes.shape[1]
-    offset = middle(bits) if zero is None else spread(zero, group, columns)
+    of_all = middle(bits) if zero is None else zero
+    offset = spread(of_all, group, columns) if isinstance(of_all, Tensor) else of_all
     return ((codes.float() - offset) * spread(scale, group, columns)).to(scale.dtype)
 
 
