@@ -6,6 +6,10 @@
     python benchmarks/sweep_step.py --out benchmarks/results/h200         # sweep_step.json, decoders' steps
     python benchmarks/fit_select.py benchmarks/results/h200/sweep*.json   # anywhere that octofuse is installed
 
+and for a GPU whose sweep knew an earlier one's models, and left out what these put far behind:
+
+    python benchmarks/fit_select.py benchmarks/results/h100/sweep*.json --like benchmarks/results/h200/sweep*.json
+
 For every kernel it fits the five non-negative numbers of candidates.h's TimeModel, near-best points weighing most, and for
 every swept shape it keeps the kernel that was fastest, or whose step was, where the fastest alone makes a step longer by
 more than NOISE. Prints how far the models' choices lie from the best.
@@ -13,9 +17,9 @@ more than NOISE. Prints how far the models' choices lie from the best.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -91,16 +95,37 @@ def fastest(row: dict[str, float] | None, steps: dict[str, float] | None, names:
     return names.index(alone)
 
 
-def main() -> None:
-    sources = [Path(name) for name in sys.argv[1:]]
-    records = [json.loads(source.read_text()) for source in sources]
-    steps = {key: row for record in records for key, row in record.get("us a block", {}).items()}
+def times_of(records: list[dict]) -> dict[tuple[int, ...], dict[str, float]]:
     known = set(_C.candidates())  # a sweep may name kernels that have since gone
-    times = {
+    return {
         tuple(map(int, key.split(","))): {name: t for name, t in row.items() if name in known}
         for record in records
         for key, row in record.get("us", {}).items()
     }
+
+
+def fill(times: dict[tuple[int, ...], dict[str, float]], like: dict[tuple[int, ...], dict[str, float]]) -> None:
+    """Kernels that a sweep left out as too slow, as on another device, times what the shape's other kernels take of it.
+
+    Without them a model would not know where its kernel is slow.
+    """
+    for mnk, row in times.items():
+        of_both = [t / like[mnk][name] for name, t in row.items() if name in like.get(mnk, {})]
+        if of_both:
+            rate = float(np.median(of_both))
+            row |= {name: t * rate for name, t in like[mnk].items() if name not in row}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", type=Path, nargs="+")
+    parser.add_argument("--like", type=Path, nargs="+", default=(), help="another GPU's sweeps, which left nothing out")
+    args = parser.parse_args()
+    sources = args.sources
+    records = [json.loads(source.read_text()) for source in sources]
+    steps = {key: row for record in records for key, row in record.get("us a block", {}).items()}
+    times = times_of(records)
+    fill(times, times_of([json.loads(source.read_text()) for source in args.like]))
     models = fit(times)
     names = list(models)
     report("models alone", held_in(times, models))

@@ -184,7 +184,7 @@ def many_sequences_cases() -> int:
     positions = (torch.arange(batch) * 149 % capacity).cuda()
     for queries, pairs, size, kind in ((8, 8, 64, None), (16, 8, 128, "int8"), (8, 4, 256, "fp8")):
         codes, scales = new_codes((2, batch, pairs, capacity, size), kind, torch.zeros(1).half())
-        cache = (*codes.cuda(), *(() if scales is None else scales.cuda()))
+        cache = (*codes.cuda(), *(() if scales is None else (scales + 1).cuda()))
         qkv = torch.randn(batch, (queries + 2 * pairs) * size).half().cuda()
         partials, counters = decode.attend_scratch(batch, queries, pairs, size, capacity, qkv.device)
         scratch = (partials, torch.zeros(counters.numel(), dtype=torch.int32).cuda())
