@@ -89,6 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=0, help="pytest-xdist workers; 0: one process")
+    parser.add_argument("--tools", nargs="*", choices=TOOLS, default=list(TOOLS), help="sanitizers; none: tests alone")
     parser.add_argument(
         "--again", nargs="+", choices=TOOLS, help="these tools alone, into a tests.json of the same cpp/"
     )
@@ -105,7 +106,7 @@ def main() -> None:
             record["sanitizers"] |= run_sanitizers(pool, args.again)
         else:
             tests = pool.submit(run_tests, args.workers)
-            record |= {"sanitizers": run_sanitizers(pool, list(TOOLS)), "tests": tests.result()}
+            record |= {"sanitizers": run_sanitizers(pool, args.tools), "tests": tests.result()}
     args.out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     wrong = (
