@@ -13,7 +13,7 @@ ROOT = Path(octofuse.__file__).parent
 REPOSITORY = Path(__file__).resolve().parents[1]
 CPP = REPOSITORY / "cpp"
 
-# cli -> generate -> engine -> models -> nn -> ops -> _C, layouts -> ops; quant is pure mathematics, for all.
+# cli -> generate -> engine -> models -> nn -> ops -> _C, files -> models, layouts -> ops; quant is mathematics, for all.
 PYTHON = {
     "reference": set(),
     "testing": {"_C"},  # timing.environment records the build
@@ -23,10 +23,11 @@ PYTHON = {
     "nn": {"ops", "quant"},
     "models": {"nn", "ops", "quant"},
     "engine": {"models", "nn", "ops"},
+    "files": {"models", "nn", "quant"},
     "generate": {"engine", "models", "ops"},
     "assets": set(),
     "doctor": {"_C", "ops", "reference"},
-    "cli": {"_C", "assets", "doctor", "generate", "layouts", "models", "nn", "ops", "quant"},
+    "cli": {"_C", "assets", "doctor", "files", "generate", "layouts", "models", "nn", "ops", "quant"},
 }
 
 # The rooms of cpp/src. Everything may include cpp/include.

@@ -4,6 +4,9 @@ Importing it initialises no CUDA context. The functional ops live in `octofuse.o
 layers, `octofuse.quant` the mathematics, `octofuse.models` what is known of each model family.
 """
 
+import os as _os
+
+from octofuse.files import disable, enable, from_pretrained
 from octofuse.generate import Generator, generate, own_text
 from octofuse.ops import (
     activate,
@@ -49,8 +52,11 @@ __all__ = [
     "add_rms_norm_quantize",
     "bcq_linear",
     "dequantize",
+    "disable",
+    "enable",
     "engines",
     "explain",
+    "from_pretrained",
     "gated_activation",
     "gated_activation_quantize",
     "generate",
@@ -72,3 +78,6 @@ __all__ = [
     "weight_sums",
     "woq_linear",
 ]
+
+if _os.environ.get("OCTOFUSE_ENABLE", "0") not in ("", "0"):
+    enable()

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from octofuse import _C
 from octofuse.assets import CALIBRATION_TEXT, EVALUATION_TEXT
 from octofuse.cli.files import expect_model, expect_tokenizer, folder_of, read_text
+from octofuse.files import from_pretrained
+from octofuse.files.headers import method_of
 from octofuse.generate import generate
 from octofuse.models import fallbacks, load, perplexity
 from octofuse.models.architecture import decodes
@@ -69,8 +71,8 @@ def load_float(model: str, device: torch.device, *, with_tokenizer: bool = True)
     from transformers import AutoModelForCausalLM
 
     name = expect_model(model)
-    if is_checkpoint(name):
-        raise ValueError(f"model: expected a floating-point model, got {name}, which octofuse has quantised already")
+    if (method := method_of(Path(name))) is not None:
+        raise ValueError(f"model: expected a floating-point model, got {name}, which is quantised already ({method})")
     if with_tokenizer:
         expect_tokenizer(name)
     dtype = torch.float16 if device.type == "cuda" else torch.float32
@@ -79,12 +81,18 @@ def load_float(model: str, device: torch.device, *, with_tokenizer: bool = True)
 
 
 def load_any(model: str, device: torch.device) -> tuple[Any, Any]:
-    """A quantised folder or a floating-point model, with its tokenizer. Says so where an engine is slow here."""
-    if not is_checkpoint(Path(model).expanduser()):
+    """A quantised folder, of this library or another, or a floating-point model, with its tokenizer. Says so where an
+    engine is slow here."""
+    folder = Path(model).expanduser()
+    if method_of(folder) is None:
         return load_float(model, device)
     name = expect_model(model)
     expect_tokenizer(name)
-    loaded = load(name, device)
+    if is_checkpoint(folder):
+        loaded = load(name, device)
+    else:
+        quiet_transformers()
+        loaded = from_pretrained(name, device, dtype="auto" if device.type == "cuda" else torch.float32)
     warn_of_fallbacks(loaded)
     return loaded, load_tokenizer(name)
 

@@ -41,8 +41,9 @@ class TrainedCodes(nn.Module):
         self.layer = layer
         self.most = (1 << layer.scheme.bits) - 1
         shape = levels.shape[:2]
-        middle = torch.full(shape, grid.middle(layer.scheme.bits), device=levels.device)
-        self.zero = (middle if layer.zero is None else layer.zero.t().float()).unsqueeze(-1)  # [N, G, 1]
+        of_all = grid.middle(layer.scheme.bits) if layer.scheme.zero is None else float(layer.scheme.zero)
+        same = torch.full(shape, of_all, device=levels.device)
+        self.zero = (same if layer.zero is None else layer.zero.t().float()).unsqueeze(-1)  # [N, G, 1]
         codes = levels + self.zero
         padded = pad(weight.float(), (0, levels[0].numel() - weight.shape[1])).view_as(levels)
         beside = padded / layer.scale.t().float().unsqueeze(-1) - levels

@@ -30,7 +30,8 @@ def scales_for(w: Tensor, observer: AmaxObserver, scheme: AnyScheme) -> Tensor:
     """The same, as a scheme asks for them."""
     if isinstance(scheme, Scheme):
         return scales_of(w, observer, scheme.smoothing)
-    return awq_scales(torch.cat(observer.samples), w, scheme.bits, scheme.group, zero_points=scheme.zero_points)
+    samples = torch.cat(observer.samples)
+    return awq_scales(samples, w, scheme.bits, scheme.group, zero_points=scheme.zero_points, zero=scheme.zero)
 
 
 def folded(model: nn.Module, sources: Sequence[Source]) -> list[Tensor]:

@@ -66,14 +66,21 @@ def _joined_packed(layers: Sequence[Any]) -> nn.Module | None:
     if any(layer.out_features % TILE_ROWS != 0 for layer in layers[:-1]):
         return None  # the rows of the next one would begin inside a tile
     first = layers[0]
+    if any(not _equal(layer.order, first.order) for layer in layers):
+        return None
     one: nn.Module = type(first)(
         first.in_features, sum(layer.out_features for layer in layers), bias=False, scheme=first.scheme, device="meta"
     )
     for name, tensor in first.named_buffers(recurse=False):
-        if name not in ("packed", "bias") and tensor is not None:
+        if name not in ("packed", "bias", "order") and tensor is not None:
             setattr(one, name, torch.cat([getattr(layer, name) for layer in layers], -1))
     one.packed, one.bias = _stacked(layers, "packed"), _joined_bias(layers)  # type: ignore[assignment]
+    one.order = first.order
     return one.train(first.training)
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
 
 
 def _stacked(layers: Sequence[Any], name: str) -> Tensor:

@@ -22,10 +22,13 @@ def _dense(x: Tensor) -> Tensor:
 
 
 class PackedLinear(nn.Module):
-    """What all kinds share: packed int32 (quant.packing) and bias `[N]` or None. Buffers must not change under a call."""
+    """What all kinds share: packed int32 (quant.packing), bias `[N]` or None, and order, int64 `[K]` or None: which column
+    of x meets each column of the weight, as files with activation order have it. Buffers must not change under a call.
+    """
 
     packed: Tensor
     bias: Tensor | None
+    order: Tensor | None
     scales: ClassVar[str] = "scale"  # the buffer, `[G, N]` or `[G, planes, N]`, that the weight is linear in
     input_scale: ClassVar[Tensor | None] = None  # activations are in floating point
 
@@ -44,6 +47,7 @@ class PackedLinear(nn.Module):
         shape = (packed_rows(out_features), packed_words(self._width(), in_features))
         self.register_buffer("packed", torch.zeros(shape, dtype=torch.int32, device=device))
         self._register(dtype, device)
+        self.register_buffer("order", None)
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
 
     def _width(self) -> int:
@@ -118,11 +122,13 @@ class PackedLinear(nn.Module):
         Raises:
             TypeError, ValueError: naming the argument.
         """
-        if gate is not None:
+        if gate is not None or self.order is not None:
             x, norm = in_floating_point(x, norm, gate), None
         # The packing knows K only up to a multiple of 128.
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"x: expected shape [..., {self.in_features}], got {list(x.shape)}")
+        if self.order is not None:
+            x = x.index_select(-1, self.order)
         return self._multiply(
             _dense(x), activation=activation, residual=residual, out_scale=out_scale, gated=gated, constant_weight=True,
             **in_front(norm),
@@ -147,25 +153,31 @@ class WeightOnlyLinear(PackedLinear):
         zero = torch.zeros(shape, dtype=torch.uint8, device=device) if self.scheme.zero_points else None
         self.register_buffer("zero", zero)
 
+    @property
+    def zeros(self) -> Tensor | int | None:
+        """Of each group, of all, or None: the grid's middle."""
+        return self.scheme.zero if self.zero is None else self.zero
+
     def _encode(self, w: Tensor, moments: Tensor | None) -> None:
         scheme = self.scheme
-        zeros = scheme.zero_points
+        zeros: dict[str, Any] = {"zero_points": scheme.zero_points, "zero": scheme.zero}
         if scheme.method == "gptq":
             if moments is None:
                 raise ValueError("moments: expected calibrated second moments for gptq, got None")
-            found = gptq(w, moments, scheme.bits, scheme.group, zero_points=zeros)
+            found = gptq(w, moments, scheme.bits, scheme.group, **zeros)
         else:
             search = scheme.method in ("mse", "awq")
-            found = grid.quantize_rows(w, scheme.bits, scheme.group, zero_points=zeros, search=search)
+            found = grid.quantize_rows(w, scheme.bits, scheme.group, search=search, **zeros)
         self.packed, self.scale = pack(found.codes, scheme.bits), found.scale.t().contiguous()
-        self.zero = None if found.zero is None else found.zero.t().contiguous()
+        self.zero = found.zero.t().contiguous() if isinstance(found.zero, Tensor) else None
 
     def dequantized(self, scales: Tensor | None = None) -> Tensor:
-        of_groups = (self.packed, self.scale if scales is None else scales, self.zero, None)
-        return dequantize_lowbit(*of_groups, "uniform", self.scheme.bits, self.scheme.group, self.in_features)
+        of_groups = (self.packed, self.scale if scales is None else scales, self.zeros, None)
+        w = dequantize_lowbit(*of_groups, "uniform", self.scheme.bits, self.scheme.group, self.in_features)
+        return w if self.order is None else w[:, self.order.argsort()]
 
     def _multiply(self, x: Tensor, **options: Any) -> Tensor:
-        of_groups = (self.scale, self.zero, self.bias)
+        of_groups = (self.scale, self.zeros, self.bias)
         return woq_linear(x, self.packed, *of_groups, bits=self.scheme.bits, group=self.scheme.group, **options)
 
 

@@ -15,11 +15,13 @@ POWERS = tuple(i / 20 for i in range(21))  # of the mean magnitude of a channel;
 
 
 @torch.no_grad()
-def awq_scales(x: Tensor, w: Tensor, bits: int, group: int | None, *, zero_points: bool = False) -> Tensor:
+def awq_scales(
+    x: Tensor, w: Tensor, bits: int, group: int | None, *, zero_points: bool = False, zero: int | None = None
+) -> Tensor:
     """The scales, fp32 `[K]`, of the power that loses least in x @ w^T; no worse on x than none at all.
 
     Args:
-        x: `[M, K]`, inputs of the layer. w: `[N, K]`. bits, group, zero_points: as in `quant.grid.quantize_rows`.
+        x: `[M, K]`, inputs of the layer. w: `[N, K]`. bits, group, zero_points, zero: as in `quant.grid.quantize_rows`.
 
     Raises:
         ValueError: for x and w of different K, or x that is not finite.
@@ -32,7 +34,7 @@ def awq_scales(x: Tensor, w: Tensor, bits: int, group: int | None, *, zero_point
     for power in POWERS:
         scales = magnitude**power
         scales = scales / (scales.amax() * scales.amin()).sqrt()
-        found = quantize_rows(weight * scales, bits, group, zero_points=zero_points, search=True)
+        found = quantize_rows(weight * scales, bits, group, zero_points=zero_points, zero=zero, search=True)
         loss = float((rows @ (found.dequantized() / scales - weight).t()).square().mean())
         if loss < least:
             best, least = scales, loss

@@ -71,9 +71,7 @@ def from_grid(quantised: Quantised) -> Coded:
     powers = _powers(quantised.bits, quantised.scale.device).to(quantised.scale.dtype)
     alpha = quantised.scale.unsqueeze(-1) * powers
     centre = ((1 << quantised.bits) - 1) / 2
-    zero = torch.full_like(quantised.scale.float(), middle(quantised.bits))
-    if quantised.zero is not None:
-        zero = quantised.zero.float()
+    zero = middle(quantised.bits) if quantised.zero is None else quantised.zero
     offset = (quantised.scale.float() * (centre - zero)).float()
     return Coded(quantised.codes, alpha, offset if bool((offset != 0).any()) else None, quantised.group)
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octofuse.quant.grid import Quantised, check_finite, encode, fit, middle
+from octofuse.quant.grid import Quantised, check_finite, encode, fit, joined_zeros, middle
 
 BLOCK = 128  # columns whose errors are passed on together
 DAMPING = 0.01  # of the mean second moment: what no sample excites would be divided by nothing
 
 
 @torch.no_grad()
-def gptq(w: Tensor, moments: Tensor, bits: int, group: int | None, *, zero_points: bool = False) -> Quantised:
-    """w [N, K], floating point; moments [K, K], the sum of x x^T over samples of the layer's input.
+def gptq(
+    w: Tensor, moments: Tensor, bits: int, group: int | None, *, zero_points: bool = False, zero: int | None = None
+) -> Quantised:
+    """w [N, K], floating point; moments [K, K], the sum of x x^T over samples of the layer's input. zero: of all groups.
 
     Raises ValueError for NaN or Inf, and for moments of another shape.
     """
@@ -30,7 +32,7 @@ def gptq(w: Tensor, moments: Tensor, bits: int, group: int | None, *, zero_point
     codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
     width = columns if group is None else group
     scales: list[Tensor] = []
-    zeros: list[Tensor | None] = []
+    zeros: list[Tensor | int | None] = []
     for start in range(0, columns, BLOCK):
         end = min(start + BLOCK, columns)
         # A group may reach behind the block: its scale shall see the errors, so they are passed on to its end at once.
@@ -38,11 +40,10 @@ def gptq(w: Tensor, moments: Tensor, bits: int, group: int | None, *, zero_point
         errors = torch.empty(w.shape[0], end - start, device=w.device)
         for column in range(start, end):
             if column % width == 0:
-                scale, zero = fit(
-                    left[:, column : column + width].unsqueeze(1), bits, zero_points, w.dtype, search=True
-                )
+                of_group = left[:, column : column + width].unsqueeze(1)
+                scale, own = fit(of_group, bits, zero_points, w.dtype, zero=zero, search=True)
                 scales.append(scale)
-                zeros.append(zero)
+                zeros.append(own)
             offset = middle(bits) if zeros[-1] is None else zeros[-1]
             chosen = encode(left[:, column].view(-1, 1, 1), scales[-1], zeros[-1], bits).view(-1, 1)
             codes[:, column] = chosen[:, 0]
@@ -51,12 +52,7 @@ def gptq(w: Tensor, moments: Tensor, bits: int, group: int | None, *, zero_point
             errors[:, column - start] = error
             left[:, column + 1 : reach] -= torch.outer(error, spread[column, column + 1 : reach])
         left[:, reach:] -= errors @ spread[start:end, reach:]
-    return Quantised(codes, torch.cat(scales, 1), _joined(zeros), bits, group)
-
-
-def _joined(zeros: list[Tensor | None]) -> Tensor | None:
-    found = [zero for zero in zeros if zero is not None]
-    return torch.cat(found, 1).to(torch.uint8) if found else None
+    return Quantised(codes, torch.cat(scales, 1), joined_zeros(zeros), bits, group)
 
 
 def _spread(moments: Tensor) -> Tensor:

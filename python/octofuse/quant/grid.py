@@ -1,11 +1,13 @@
 """Uniform grids of 1 to 8 bits for weights: w = scale * (code - zero), a scale for each row or group of its columns.
 
 Without zero points the zero is the grid's middle: 128 for 8 bits (which leaves int8 values from -127 on), and between
-two codes for fewer bits, so that as many levels lie on either side: at 2 bits -1.5, -0.5, 0.5 and 1.5 steps.
+two codes for fewer bits, so that as many levels lie on either side: at 2 bits -1.5, -0.5, 0.5 and 1.5 steps. A zero that is
+an integer for all groups has one level more below it than above.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +19,11 @@ ROUNDS = 3  # in which codes and scales then follow each other
 
 @dataclass(frozen=True)
 class Quantised:
-    """codes uint8 [N, K]; scale [N, G] in the weight's dtype; zero uint8 [N, G], or None for the grid's middle."""
+    """codes uint8 [N, K]; scale [N, G] in the weight's dtype; zero uint8 [N, G], one for all, or None: the middle."""
 
     codes: Tensor
     scale: Tensor
-    zero: Tensor | None
+    zero: Tensor | int | None
     bits: int
     group: int | None
 
@@ -53,12 +55,13 @@ def spread(of_groups: Tensor, group: int | None, columns: int) -> Tensor:
 
 @torch.no_grad()
 def quantize_rows(
-    w: Tensor, bits: int, group: int | None, *, zero_points: bool = False, search: bool = False
+    w: Tensor, bits: int, group: int | None, *, zero_points: bool = False, zero: int | None = None, search: bool = False
 ) -> Quantised:
     """w [N, K], floating point, to the nearest levels.
 
     A group's range is that of its values; with `search` the part of it that loses least in the squared error, codes and
-    scale then following each other. One bit has one magnitude: their mean. Raises ValueError for NaN or Inf.
+    scale then following each other. zero: of all groups, in place of the middle. One bit has one magnitude: their mean.
+    Raises ValueError for NaN or Inf.
     """
     check_finite(w)
     columns = w.shape[1]
@@ -67,23 +70,28 @@ def quantize_rows(
     parts = []  # whole groups, and what is left
     for part in (w[:, :whole].float().view(w.shape[0], -1, width), w[:, whole:].float().unsqueeze(1)):
         if part.numel():
-            scale, zero = fit(part, bits, zero_points, w.dtype, search=search)
-            parts.append((encode(part, scale, zero, bits).flatten(1), scale, zero))
+            scale, own = fit(part, bits, zero_points, w.dtype, zero=zero, search=search)
+            parts.append((encode(part, scale, own, bits).flatten(1), scale, own))
     codes, scales, zeros = zip(*parts, strict=True)
-    zero = torch.cat(zeros, 1).to(torch.uint8) if zero_points else None
-    return Quantised(torch.cat(codes, 1), torch.cat(scales, 1), zero, bits, group)
+    return Quantised(torch.cat(codes, 1), torch.cat(scales, 1), joined_zeros(zeros), bits, group)
+
+
+def joined_zeros(zeros: Sequence[Tensor | int | None]) -> Tensor | int | None:
+    """Those of parts of the columns: [N, G] floats as uint8, or the one that all have."""
+    tensors = [zero for zero in zeros if isinstance(zero, Tensor)]
+    return torch.cat(tensors, 1).to(torch.uint8) if tensors else zeros[0]
 
 
 def fit(
-    w: Tensor, bits: int, zero_points: bool, dtype: torch.dtype, *, search: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """w [N, G, C] -> scale [N, G] in `dtype` and, with zero points, zero fp32 [N, G]."""
-    best = _range(w, bits, zero_points, dtype, 1.0)
+    w: Tensor, bits: int, zero_points: bool, dtype: torch.dtype, *, zero: int | None = None, search: bool = False
+) -> tuple[Tensor, Tensor | int | None]:
+    """w [N, G, C] -> scale [N, G] in `dtype` and, with zero points, zero fp32 [N, G], else the one given."""
+    best = _range(w, bits, zero_points, dtype, 1.0, zero)
     if not search:
         return best
     least = _loss(w, *best, bits)
     for clip in CLIPS[:-1]:
-        best, least = _better(w, bits, best, least, _range(w, bits, zero_points, dtype, clip))
+        best, least = _better(w, bits, best, least, _range(w, bits, zero_points, dtype, clip, zero))
     for _ in range(ROUNDS):
         levels = encode(w, *best, bits).float() - _zero_of(best[1], bits)
         scale = (w * levels).sum(-1) / levels.square().sum(-1).clamp(min=1e-20)
@@ -91,7 +99,7 @@ def fit(
     return best
 
 
-def encode(w: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
+def encode(w: Tensor, scale: Tensor, zero: Tensor | int | None, bits: int) -> Tensor:
     """w [N, G, C] -> the nearest codes, uint8."""
     codes = (w / scale.float().unsqueeze(-1) + _zero_of(zero, bits)).round_()
     lowest = 1 if bits == 8 and zero is None else 0
@@ -103,7 +111,9 @@ def check_finite(w: Tensor) -> None:
         raise ValueError("weight: expected finite values, got NaN or Inf")
 
 
-def _range(w: Tensor, bits: int, zero_points: bool, dtype: torch.dtype, clip: float) -> tuple[Tensor, Tensor | None]:
+def _range(
+    w: Tensor, bits: int, zero_points: bool, dtype: torch.dtype, clip: float, zero: int | None
+) -> tuple[Tensor, Tensor | int | None]:
     levels = (1 << bits) - 1
     if zero_points:
         low, high = w.amin(-1).clamp(max=0.0) * clip, w.amax(-1).clamp(min=0.0) * clip
@@ -111,7 +121,7 @@ def _range(w: Tensor, bits: int, zero_points: bool, dtype: torch.dtype, clip: fl
         return scale, (-low / scale.float()).round().clamp(0, levels)
     reach = w.abs().mean(-1) if bits == 1 else w.abs().amax(-1)
     steps = 127.0 if bits == 8 else levels / 2
-    return _positive(reach * clip / steps, dtype), None
+    return _positive(reach * clip / steps, dtype), zero
 
 
 def _positive(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -120,11 +130,11 @@ def _positive(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(rounded > 0, rounded, torch.ones_like(rounded))
 
 
-def _zero_of(zero: Tensor | None, bits: int) -> Tensor | float:
-    return middle(bits) if zero is None else zero.unsqueeze(-1)
+def _zero_of(zero: Tensor | int | None, bits: int) -> Tensor | float:
+    return zero.unsqueeze(-1) if isinstance(zero, Tensor) else middle(bits) if zero is None else float(zero)
 
 
-def _loss(w: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
+def _loss(w: Tensor, scale: Tensor, zero: Tensor | int | None, bits: int) -> Tensor:
     values = (encode(w, scale, zero, bits).float() - _zero_of(zero, bits)) * scale.float().unsqueeze(-1)
     return (values - w).square_().sum(-1)
 
@@ -132,12 +142,14 @@ def _loss(w: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
 def _better(
     w: Tensor,
     bits: int,
-    best: tuple[Tensor, Tensor | None],
+    best: tuple[Tensor, Tensor | int | None],
     least: Tensor,
-    other: tuple[Tensor, Tensor | None],
-) -> tuple[tuple[Tensor, Tensor | None], Tensor]:
+    other: tuple[Tensor, Tensor | int | None],
+) -> tuple[tuple[Tensor, Tensor | int | None], Tensor]:
     """Of each group the one with the lower loss."""
     loss = _loss(w, *other, bits)
     wins = loss < least
-    zero = None if best[1] is None or other[1] is None else torch.where(wins, other[1], best[1])
+    zero = other[1]
+    if isinstance(zero, Tensor):
+        zero = torch.where(wins, zero, best[1])  # type: ignore[arg-type]
     return (torch.where(wins, other[0], best[0]), zero), torch.where(wins, loss, least)

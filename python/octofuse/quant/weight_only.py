@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 GROUPS = (32, 64, 128, 256)
 METHODS = ("rtn", "mse", "gptq", "awq")
-_NAME = re.compile(r"w([1-8])a16(?:-g(\d+))?(-zp)?(?:-(mse|gptq|awq))?")
+_NAME = re.compile(r"w([1-8])a16(?:-g(\d+))?(?:-(zp|int))?(?:-(mse|gptq|awq))?")
 _CODED = re.compile(r"bcq-q([1-8])(?:-g(\d+))?")
 _SPARSE = re.compile(r"sparse12-w7(?:-g(\d+))?")
 
@@ -17,10 +17,12 @@ _SPARSE = re.compile(r"sparse12-w7(?:-g(\d+))?")
 class WeightOnly:
     """How a linear layer's weight is quantised.
 
-    bits: 1 to 8. group: columns that share a scale (32, 64, 128, 256); None: a row.
+    bits: 1 to 8. group: columns that share a scale; None: a row. Names have 32, 64, 128 and 256 alone.
     code: levels on a uniform "grid" (quant.grid); "bcq": sums of `bits` scaled signs (quant.bcq); "sparse12": one of every
         two columns, in 7 bits (quant.sparse).
     zero_points: a grid that covers a group's smallest to largest value, instead of as much on either side of 0.
+    integer_zero: a symmetric grid whose zero is the code 2^(bits - 1), as files of other libraries have it; else it lies
+        between the two middle codes.
     method: of a grid: round to nearest; "mse": the range that loses least in the weight; "gptq": errors made up for by
         later columns, which calibration says how to do; "awq": as "mse", with input channels scaled first where a norm
         can take the scales (quant.awq), by calibration.
@@ -31,6 +33,7 @@ class WeightOnly:
     code: Literal["grid", "bcq", "sparse12"] = "grid"
     zero_points: bool = False
     method: Literal["rtn", "mse", "gptq", "awq"] = "rtn"
+    integer_zero: bool = False
 
     # What an int8 scheme may have, and this one has not.
     smooth_values: ClassVar[bool] = False
@@ -40,18 +43,26 @@ class WeightOnly:
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or self.bits not in range(1, 9):
             raise ValueError(f"bits: expected 1 to 8, got {self.bits!r}")
-        if self.group is not None and self.group not in GROUPS:
-            raise ValueError(f"group: expected None or one of {', '.join(map(str, GROUPS))}, got {self.group!r}")
+        if self.group is not None and (type(self.group) is not int or self.group < 1):
+            raise ValueError(f"group: expected None or at least 1, got {self.group!r}")
         if self.code not in ("grid", "bcq", "sparse12"):
             raise ValueError(f"code: expected 'grid', 'bcq' or 'sparse12', got {self.code!r}")
         if self.code == "sparse12" and self.bits != 7:
             raise ValueError(f"bits: expected 7 with sparse12, got {self.bits}")
         if self.method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
-        if self.code != "grid" and (self.zero_points or self.method != "rtn"):
-            raise ValueError(f"code: expected 'grid' with zero_points or a method, got {self.code!r}")
-        if self.zero_points and self.bits == 1:
-            raise ValueError("zero_points: expected False at 1 bit, got True")
+        if self.code != "grid" and (self.zero_points or self.integer_zero or self.method != "rtn"):
+            raise ValueError(f"code: expected 'grid' with zero_points, integer_zero or a method, got {self.code!r}")
+        for name in ("zero_points", "integer_zero"):
+            if getattr(self, name) and self.bits == 1:
+                raise ValueError(f"{name}: expected False at 1 bit, got True")
+        if self.zero_points and self.integer_zero:
+            raise ValueError("integer_zero: expected False beside zero_points, got True")
+
+    @property
+    def zero(self) -> int | None:
+        """The zero of all groups, if that is one code; None: of each its own, or the grid's middle."""
+        return 1 << self.bits - 1 if self.integer_zero else None
 
     @property
     def needs_calibration(self) -> bool:
@@ -70,24 +81,28 @@ class WeightOnly:
         if self.code == "sparse12":
             return f"sparse12-w7{group}"
         method = "" if self.method == "rtn" else f"-{self.method}"
-        return f"w{self.bits}a16{group}{'-zp' if self.zero_points else ''}{method}"
+        zero = "-zp" if self.zero_points else "-int" if self.integer_zero else ""
+        return f"w{self.bits}a16{group}{zero}{method}"
 
 
 def weight_only_named(name: str) -> WeightOnly | None:
-    """The scheme of names like "w8a16", "w4a16-g128", "w3a16-g64-zp-gptq", "bcq-q3-g128" and "sparse12-w7"; None for
-    others.
+    """The scheme of names like "w8a16", "w4a16-g128", "w3a16-g64-zp-gptq", "w4a16-g128-int", "bcq-q3-g128" and
+    "sparse12-w7"; None for others.
 
     Raises ValueError for a group that there is not.
     """
     if found := _NAME.fullmatch(name):
-        bits, group, zero_points, method = found.groups()
-        return WeightOnly(int(bits), _int(group), "grid", zero_points is not None, method or "rtn")  # type: ignore[arg-type]
+        bits, group, zero, method = found.groups()
+        return WeightOnly(int(bits), _group(group), "grid", zero == "zp", method or "rtn", zero == "int")  # type: ignore[arg-type]
     if found := _CODED.fullmatch(name):
-        return WeightOnly(int(found[1]), _int(found[2]), "bcq")
+        return WeightOnly(int(found[1]), _group(found[2]), "bcq")
     if found := _SPARSE.fullmatch(name):
-        return WeightOnly(7, _int(found[1]), "sparse12")
+        return WeightOnly(7, _group(found[1]), "sparse12")
     return None
 
 
-def _int(text: str | None) -> int | None:
-    return None if text is None else int(text)
+def _group(text: str | None) -> int | None:
+    group = None if text is None else int(text)
+    if group is not None and group not in GROUPS:
+        raise ValueError(f"group: expected None or one of {', '.join(map(str, GROUPS))}, got {group!r}")
+    return group

@@ -1,0 +1,173 @@
+"""compressed-tensors, integers: int8 weights with int8 activations (W8A8), and weights of 2 to 8 bits.
+
+Its groups name the linears that they are for, by class or by a regular expression behind "re:", less those of `ignore`.
+"int-quantized" and "naive-quantized" store int8 weights; "pack-quantized" packs codes, offset by 2^(bits - 1), into words
+along K. Scales are in the model's dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octofuse.files.formats import FLOATS, Format, Stored, Want, checked_scales, weight_only_layer
+from octofuse.files.words import unpack_words, words_of
+from octofuse.nn import Int8Linear
+from octofuse.quant import Scheme
+
+PACKED = "pack-quantized"
+UNPACKED = ("int-quantized", "naive-quantized")
+
+
+@dataclass(frozen=True)
+class _Int8(Stored):
+    """Activations quantised per token, or, static, by input_scale; one scale for each channel or for all."""
+
+    static: bool
+    channels: bool
+
+    def wants(self, n: int, k: int) -> dict[str, Want]:
+        scales = ((n, 1), (n,)) if self.channels else ((1,), ())
+        found = {"weight": Want((torch.int8,), ((n, k),)), "weight_scale": Want(FLOATS, scales)}
+        if self.static:
+            found["input_scale"] = Want(FLOATS, ((1,), ()))
+        return found
+
+    def layer(self, tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> nn.Module:
+        scheme = Scheme("channel" if self.channels else "tensor", "tensor" if self.static else "token")
+        layer = Int8Linear(k, n, bias=False, scheme=scheme, dtype=dtype, device="meta")
+        layer.weight = tensors["weight"]
+        layer.weight_scale = checked_scales("weight_scale", tensors["weight_scale"]).float().reshape(-1)
+        if self.static:
+            scale = checked_scales("input_scale", tensors["input_scale"]).float().reshape(())
+            if float(scale) == 0.0:
+                raise ValueError("input_scale: expected more than 0, got 0")
+            layer.input_scale = scale
+        return layer
+
+
+@dataclass(frozen=True)
+class _WeightOnly(Stored):
+    bits: int
+    group: int | None
+    symmetric: bool
+    packed: bool
+
+    def wants(self, n: int, k: int) -> dict[str, Want]:
+        if self.group is not None and k % self.group != 0:
+            raise ValueError(f"group_size: expected one that divides K = {k}, got {self.group}")
+        groups = 1 if self.group is None else k // self.group
+        scales = ((n, groups), (n,)) if groups == 1 else ((n, groups),)
+        found = {"weight_scale": Want(FLOATS, scales)}
+        if self.packed:
+            found["weight_packed"] = Want((torch.int32,), ((n, words_of(k, self.bits)),))
+            found["weight_shape"] = Want((torch.int64, torch.int32), ((2,),))
+        else:
+            found["weight"] = Want((torch.int8,), ((n, k),))
+        if not self.symmetric:
+            zeros = (words_of(n, self.bits), groups) if self.packed else (n, groups)
+            found["weight_zero_point"] = Want((torch.int32 if self.packed else torch.int8,), (zeros,))
+        return found
+
+    def layer(self, tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> nn.Module:
+        scale = checked_scales("weight_scale", tensors["weight_scale"]).view(n, -1)
+        middle = 1 << self.bits - 1
+        zero = None if self.symmetric else tensors["weight_zero_point"]
+        if self.packed:
+            if tensors["weight_shape"].tolist() != [n, k]:
+                raise ValueError(f"weight_shape: expected {[n, k]}, got {tensors['weight_shape'].tolist()}")
+            codes = unpack_words(tensors["weight_packed"], self.bits, k)
+            zero = None if zero is None else unpack_words(zero.t().contiguous(), self.bits, n).t()
+        else:
+            signed = tensors["weight"]
+            low, high = int(signed.min()), int(signed.max())
+            if low < -middle or high >= middle:
+                raise ValueError(
+                    f"weight: expected {-middle} to {middle - 1} for {self.bits} bits, got {low} to {high}"
+                )
+            codes = (signed.to(torch.int16) + middle).to(torch.uint8)
+            zero = None if zero is None else zero.to(torch.int16) + middle
+        return weight_only_layer(codes, scale, zero, self.bits, self.group, dtype)
+
+
+class CompressedTensors(Format):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        if config.get("transform_config"):
+            raise ValueError(
+                "transform_config: expected none, got one; rotations while running (Hadamard) are not served"
+            )
+        groups = config.get("config_groups")
+        if not isinstance(groups, Mapping) or not groups:
+            raise ValueError("config_groups: expected at least one group, got none")
+        status = config.get("quantization_status", "compressed")
+        if status != "compressed":
+            raise ValueError(f"quantization_status: expected 'compressed', got {status!r}")
+        self.ignore = [str(pattern) for pattern in config.get("ignore") or ()]
+        self.groups = [
+            ([str(target) for target in group.get("targets") or ()], _stored_of(name, group, config))
+            for name, group in groups.items()
+        ]
+
+    def stored(self, name: str, module: nn.Module, names: frozenset[str]) -> Stored | None:
+        if any(_matches(pattern, name, module) for pattern in self.ignore):
+            return None
+        for targets, stored in self.groups:
+            if any(_matches(target, name, module) for target in targets):
+                return stored
+        return None
+
+
+def _matches(pattern: str, name: str, module: nn.Module) -> bool:
+    """A class's name, a module's, or an expression that begins as the module's name does."""
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), name) is not None
+    return pattern == name or any(pattern == kind.__name__ for kind in type(module).__mro__)
+
+
+def _stored_of(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -> Stored:
+    """ValueError that names the first setting which is not served."""
+    weights, activations = group.get("weights"), group.get("input_activations")
+    form = group.get("format") or config.get("format")
+
+    def expect(what: str, got: Any, *allowed: Any) -> None:
+        if got not in allowed:
+            expected = " or ".join(map(repr, allowed))
+            raise ValueError(f"config_groups.{name}.{what}: expected {expected}, got {got!r}")
+
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"config_groups.{name}.weights: expected an object, got {weights!r}")
+    expect("format", form, PACKED, *UNPACKED)
+    expect("output_activations", group.get("output_activations"), None)
+    expect("weights.type", weights.get("type", "int"), "int")
+    bits = weights.get("num_bits", 8)
+    expect("weights.num_bits", bits, *range(2, 9))
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
+    symmetric = bool(weights.get("symmetric", True))
+    expect("weights.actorder", weights.get("actorder"), None, "weight", "static", False)
+    if activations is None or bits < 8:
+        expect("weights.strategy", strategy, "group", "channel")
+        if activations is not None:
+            _expect_int8_activations(expect, activations)
+            expect("input_activations.dynamic", activations.get("dynamic"), True)
+        size = weights.get("group_size") if strategy == "group" else None
+        if strategy == "group" and (type(size) is not int or size < 1):
+            raise ValueError(f"config_groups.{name}.weights.group_size: expected at least 1, got {size!r}")
+        return _WeightOnly(bits, size, symmetric, form == PACKED)
+    expect("format", form, *UNPACKED)
+    expect("weights.symmetric", symmetric, True)
+    expect("weights.strategy", strategy, "channel", "tensor")
+    _expect_int8_activations(expect, activations)
+    static = not activations.get("dynamic", False)
+    expect("input_activations.strategy", activations.get("strategy"), *(("tensor", None) if static else ("token",)))
+    return _Int8(static, strategy == "channel")
+
+
+def _expect_int8_activations(expect: Any, activations: Mapping[str, Any]) -> None:
+    expect("input_activations.type", activations.get("type", "int"), "int")
+    expect("input_activations.num_bits", activations.get("num_bits", 8), 8)
+    expect("input_activations.symmetric", activations.get("symmetric", True), True)

@@ -1,0 +1,85 @@
+"""What every format answers: which linears of a model it stores quantised, in which tensors, and the layer they make."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octofuse.nn import WeightOnlyLinear, empty_layer
+from octofuse.quant import WeightOnly
+from octofuse.quant.packing import pack
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Want:
+    """A tensor of a layer: dtypes and shapes that it may have."""
+
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    optional: bool = False
+
+
+class Stored(ABC):
+    """How one linear is stored."""
+
+    @abstractmethod
+    def wants(self, n: int, k: int) -> dict[str, Want]:
+        """Its tensors, bias apart, by what follows the module's name; ValueError for sizes that it cannot have."""
+
+    @abstractmethod
+    def layer(self, tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> nn.Module:
+        """The layer, without its bias. ValueError for values that a layer cannot have."""
+
+
+class Format(ABC):
+    """A file's quantization_config, understood. The constructor raises ValueError for what is not served, by name."""
+
+    @abstractmethod
+    def __init__(self, config: Mapping[str, Any]) -> None: ...
+
+    @abstractmethod
+    def stored(self, name: str, module: nn.Module, names: frozenset[str]) -> Stored | None:
+        """Of the linear `name`, of which the file has the tensors `names`; None: it stays in floating point."""
+
+
+def checked_scales(name: str, scales: Tensor) -> Tensor:
+    if not bool(torch.isfinite(scales).all()) or bool((scales < 0).any()):
+        raise ValueError(f"{name}: expected finite scales of at least 0, got NaN, Inf or negative ones")
+    return scales
+
+
+def weight_only_layer(
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bits: int,
+    group: int | None,
+    dtype: torch.dtype,
+    order: Tensor | None = None,
+) -> nn.Module:
+    """codes uint8 `[N, K]`, scale `[N, G]` and zero, integers `[N, G]` or None for 2^(bits - 1) -> a WeightOnlyLinear.
+
+    order int64 `[K]`: which column of x each column of the codes meets.
+    """
+    n, k = codes.shape
+    middle = 1 << bits - 1
+    if zero is not None and bool((zero == middle).all()):
+        zero = None
+    if zero is not None and (int(zero.min()) < 0 or int(zero.max()) > 255):
+        raise ValueError(f"zero points: expected 0 to 255, got {int(zero.min())} to {int(zero.max())}")
+    scheme = WeightOnly(bits, group if group is None or group < k else None, zero_points=zero is not None,
+                        integer_zero=zero is None)  # fmt: skip
+    layer = empty_layer(k, n, bias=False, scheme=scheme, dtype=dtype)
+    assert isinstance(layer, WeightOnlyLinear)
+    layer.packed = pack(codes, bits)
+    layer.scale = scale.to(dtype).t().contiguous()
+    layer.zero = None if zero is None else zero.to(torch.uint8).t().contiguous()
+    layer.order = order
+    return layer

@@ -1,0 +1,84 @@
+"""GPTQ: codes of 2, 3, 4 or 8 bits packed along K, a zero point for each group, and with activation order (desc_act) the
+group of each column.
+
+Version 1 ("gptq") stores zero points minus one, version 2 ("gptq_v2") as they are. Columns of a group that lie apart are
+sorted here, and the layer gathers its input in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octofuse.files.formats import FLOATS, Format, Stored, Want, checked_scales, weight_only_layer
+from octofuse.files.words import unpack_words, words_of
+
+
+@dataclass(frozen=True)
+class _Gptq(Stored):
+    bits: int
+    group: int | None
+    first_version: bool
+
+    def wants(self, n: int, k: int) -> dict[str, Want]:
+        if self.group is not None and k % self.group != 0:
+            raise ValueError(f"group_size: expected one that divides K = {k}, got {self.group}")
+        groups = 1 if self.group is None else k // self.group
+        return {
+            "qweight": Want((torch.int32,), ((words_of(k, self.bits), n),)),
+            "qzeros": Want((torch.int32,), ((groups, words_of(n, self.bits)),)),
+            "scales": Want(FLOATS, ((groups, n),)),
+            "g_idx": Want((torch.int32, torch.int64), ((k,),), optional=True),
+        }
+
+    def layer(self, tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> nn.Module:
+        codes = unpack_words(tensors["qweight"].t().contiguous(), self.bits, k)
+        zeros = unpack_words(tensors["qzeros"], self.bits, n).t().to(torch.int16) + int(self.first_version)
+        scales = checked_scales("scales", tensors["scales"]).t()
+        order = None
+        if (groups := tensors.get("g_idx")) is not None:
+            order = self._order_of(groups, k)
+            codes = codes if order is None else codes[:, order]
+        return weight_only_layer(codes, scales, zeros, self.bits, self.group, dtype, order)
+
+    def _order_of(self, groups: Tensor, k: int) -> Tensor | None:
+        """The columns, group by group; None where they lie so already."""
+        size = k if self.group is None else self.group
+        usual = torch.arange(k, device=groups.device) // size
+        if torch.equal(groups.long(), usual):
+            return None
+        order = groups.argsort(stable=True)
+        if not torch.equal(groups[order].long(), usual):
+            raise ValueError(f"g_idx: expected {size} columns of each of {k // size} groups, got another division")
+        return order
+
+
+class Gptq(Format):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        form = config.get("checkpoint_format") or "gptq"
+        for name, got, allowed in (
+            ("checkpoint_format", form, ("gptq", "gptq_v2")),
+            ("bits", config.get("bits"), (2, 3, 4, 8)),
+        ):
+            if got not in allowed:
+                raise ValueError(f"{name}: expected one of {', '.join(map(str, allowed))}, got {got!r}")
+        if config.get("dynamic"):
+            raise ValueError("dynamic: expected none, got settings for single layers, which are not served")
+        self.kind = _Gptq(config["bits"], group_size(config), form == "gptq")
+
+    def stored(self, name: str, module: nn.Module, names: frozenset[str]) -> Stored | None:
+        return self.kind if "qweight" in names else None
+
+
+def group_size(config: Mapping[str, Any]) -> int | None:
+    """None for -1, a row."""
+    size = config.get("group_size", 128)
+    if size in (-1, None):
+        return None
+    if type(size) is not int or size < 1:
+        raise ValueError(f"group_size: expected -1 or at least 1, got {size!r}")
+    return size

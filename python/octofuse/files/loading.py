@@ -1,0 +1,197 @@
+"""From a checkpoint of another library to a transformers model with this library's layers.
+
+transformers reads the file: our quantizer puts a `_Waiting` module, which has the file's own tensors, where each quantised
+linear is, and when all are loaded makes its layer of it, one at a time. So names, shards, ties, dtypes and devices are
+transformers' business, and what lies in memory is the file's size and one layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from octofuse.files.awq import Awq
+from octofuse.files.compressed_tensors import CompressedTensors
+from octofuse.files.formats import FLOATS, Format, Stored, Want
+from octofuse.files.gptq import Gptq
+from octofuse.files.headers import Header, json_of, read_headers, weight_files
+from octofuse.nn import linear_layers, output_heads, replace_module
+from octofuse.nn.linear import is_conv1d
+
+FORMATS: dict[str, type[Format]] = {"compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq}
+# Scales of a quantised cache: this library's caches measure their own, for every token and head. The other: computed.
+_LEFT_OUT = re.compile(r"\.(?:[kqv]_scale|[kv]_zero_point|rotary_emb\.inv_freq)$")
+
+
+class _Waiting(nn.Module):
+    """The tensors of one quantised linear, as the file has them."""
+
+    def __init__(self, n: int, k: int, stored: Stored, headers: Mapping[str, Header]) -> None:
+        super().__init__()
+        self.n, self.k, self.stored = n, k, stored
+        for name, header in headers.items():
+            empty = torch.empty(header.shape, dtype=header.dtype, device="meta")
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        if "weight" not in headers:  # some models initialise it by the module's name (GPT-2's c_proj): it is done
+            self.weight = torch.empty(0)
+            self.weight._is_hf_initialized = True  # type: ignore[attr-defined]
+
+    def layer(self, dtype: torch.dtype, device: torch.device | None) -> nn.Module:
+        tensors = {name: tensor.detach().to(device or tensor.device) for name, tensor in self.named_parameters()}
+        bias = tensors.pop("bias", None)
+        made: Any = self.stored.layer(tensors, self.n, self.k, dtype)
+        made.bias = None if bias is None else bias.to(dtype)
+        return made.eval()  # type: ignore[no-any-return]
+
+
+class Reader:
+    """Replaces a model's linears before and after transformers loads the tensors."""
+
+    def __init__(self, config: Mapping[str, Any], device: torch.device | None = None) -> None:
+        method = str(config.get("quant_method"))
+        try:
+            self.format = FORMATS[method](config)
+        except ValueError as error:
+            raise ValueError(f"quantization_config ({method}): {error}") from None
+        self.device = device
+        self.dtype = torch.float32
+
+    def before(self, model: Any, files: list[Path], dtype: torch.dtype) -> None:
+        """ValueError that names the file and the tensor of which something is wrong; the model is then of no use."""
+        self.dtype = dtype
+        by_module: dict[str, dict[str, Header]] = {}
+        for tensor, header in read_headers(files).items():
+            module, _, own = tensor.rpartition(".")
+            by_module.setdefault(module, {})[own] = header
+        for name, linear in (linear_layers(model) | output_heads(model)).items():
+            headers = by_module.get(name) or by_module.get(name.removeprefix(f"{model.base_model_prefix}."), {})
+            stored = self.format.stored(name, linear, frozenset(headers))
+            if stored is None:
+                continue
+            weight: Any = linear.weight
+            n, k = reversed(weight.shape) if is_conv1d(linear) else weight.shape
+            _check(name, stored, headers, n, k, files[0])
+            replace_module(model, name, _Waiting(n, k, stored, headers))
+        if not any(isinstance(module, _Waiting) for module in model.modules()):
+            raise ValueError(f"{files[0]}: expected quantised linears, as quantization_config says, got none")
+
+    def after(self, model: nn.Module) -> None:
+        waiting = {name: module for name, module in model.named_modules() if isinstance(module, _Waiting)}
+        for name in list(waiting):
+            module = waiting.pop(name)
+            try:
+                layer = module.layer(self.dtype, self.device)
+            except ValueError as error:
+                raise ValueError(f"{name}.{error}") from None
+            replace_module(model, name, layer)
+        model.requires_grad_(False)
+
+
+def _check(name: str, stored: Stored, headers: Mapping[str, Header], n: int, k: int, file: Path) -> None:
+    here = next(iter(headers.values())).file if headers else file
+    try:
+        wants = stored.wants(n, k)
+    except ValueError as error:
+        raise ValueError(f"{here}: {name}: {error}") from None
+    for own, want in (wants | {"bias": Want(FLOATS, ((n,),), optional=True)}).items():
+        header = headers.get(own)
+        if header is None:
+            if not want.optional:
+                raise ValueError(f"{here}: {name}.{own}: missing")
+        elif header.dtype not in want.dtypes:
+            allowed = " or ".join(str(dtype) for dtype in want.dtypes)
+            raise ValueError(f"{header.file}: {name}.{own}: expected {allowed}, got {header.dtype}")
+        elif header.shape not in want.shapes:
+            allowed = " or ".join(str(list(shape)) for shape in want.shapes)
+            raise ValueError(f"{header.file}: {name}.{own}: expected shape {allowed}, got {list(header.shape)}")
+    if surplus := sorted(set(headers) - set(wants) - {"bias"}):
+        raise ValueError(f"{headers[surplus[0]].file}: {name}.{surplus[0]}: not a tensor of this kind of layer")
+
+
+# ---- transformers' door ----
+
+
+def enable() -> None:
+    """Let transformers' `from_pretrained` give this library's layers for checkpoints of compressed-tensors, GPTQ and AWQ.
+
+    Its own quantizers for these step aside until `disable`. OCTOFUSE_ENABLE=1 in the environment does the same when
+    octofuse is imported. Raises ImportError without transformers.
+    """
+    from octofuse.files import quantizer
+
+    quantizer.register()
+
+
+def disable() -> None:
+    """Give transformers its own quantizers back."""
+    from octofuse.files import quantizer
+
+    quantizer.unregister()
+
+
+@contextlib.contextmanager
+def _enabled(device: torch.device | None) -> Iterator[None]:
+    from octofuse.files import quantizer
+
+    was = quantizer.is_registered()
+    quantizer.register()
+    quantizer.TARGET.append(device)
+    try:
+        yield
+    finally:
+        quantizer.TARGET.pop()
+        if not was:
+            quantizer.unregister()
+
+
+def from_pretrained(
+    name: str | Path, device: torch.device | str = "cpu", *, dtype: torch.dtype | str = "auto", **options: Any
+) -> Any:
+    """A causal language model of transformers, its quantised linears as layers of this library, in eval mode.
+
+    Args:
+        name: a folder or a hub name: a checkpoint of compressed-tensors (int8 weights with int8 activations, dynamic or
+            static; weights of 2 to 8 bits), GPTQ (2, 3, 4, 8 bits, activation order too) or AWQ (gemm); one that
+            `octofuse quantize` has written; or a floating-point model, which stays one.
+        device: where its tensors go.
+        dtype: of what is not quantised, and of the layers' scales; "auto": the checkpoint's.
+        options: for transformers' `AutoModelForCausalLM.from_pretrained`.
+
+    Raises:
+        FileNotFoundError, ValueError: naming the file and the tensor, or the setting that is not served, before anything
+            runs.
+    """
+    from octofuse.models.checkpoint import is_checkpoint, load
+
+    device = torch.device(device)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if is_checkpoint(folder):
+            return load(folder, device)
+        json_of(folder / "config.json")
+        weight_files(folder)
+    from transformers import AutoModelForCausalLM
+
+    with _enabled(device):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(folder) if folder.is_dir() else str(name), dtype=dtype, output_loading_info=True, **options
+        )
+    _refuse_gaps(name, report)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _refuse_gaps(name: str | Path, report: Mapping[str, Any]) -> None:
+    """transformers only warns of these, and fills what is missing with random numbers."""
+    surplus = [tensor for tensor in report.get("unexpected_keys", ()) if not _LEFT_OUT.search(tensor)]
+    for what, found in (("missing", report.get("missing_keys", ())), ("unexpected", surplus)):
+        if found:
+            more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+            raise ValueError(f"{name}: {sorted(found)[0]}: {what}{more}")
+    if mismatched := report.get("mismatched_keys"):
+        raise ValueError(f"{name}: {next(iter(mismatched))}: of another shape than the model's")

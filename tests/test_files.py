@@ -1,0 +1,350 @@
+"""Checkpoints of other libraries: weights bit-equal to what theirs makes of them, through both doors, and bad files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import octofuse
+from checkpoints import INPUT_SCALE, Awq, Gptq, bits_to_words, compressed, write_folder
+from helpers import PROMPTS, by_transformers
+from octofuse.files.words import unpack_words
+from octofuse.generate import Generator
+from octofuse.nn import Int8Linear, WeightOnlyLinear, linear_layers
+from octofuse.nn.linear import is_conv1d
+from test_models_families import small
+
+needs_theirs = pytest.mark.skipif(
+    importlib.util.find_spec("compressed_tensors") is None, reason="needs compressed-tensors"
+)
+TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+STATIC = TOKEN | {"strategy": "tensor", "dynamic": False}
+COMPRESSED: dict[str, dict[str, Any]] = {
+    "w8a8 dynamic": {"activations": TOKEN},
+    "w8a8 static": {"activations": STATIC},
+    "w8a8 tensor": {"activations": STATIC, "strategy": "tensor"},
+    "w8a16": {"packed": True},
+    "w8a16 unpacked": {},
+    "w4a16": {"bits": 4, "strategy": "group", "group": 32, "packed": True},
+    "w4a16 channels": {"bits": 4, "packed": True},
+    "w4a16 asymmetric": {"bits": 4, "strategy": "group", "group": 32, "packed": True, "symmetric": False},
+    "w3a16": {"bits": 3, "strategy": "group", "group": 64, "packed": True},
+    "w5a16 asymmetric": {"bits": 5, "strategy": "group", "group": 32, "packed": True, "symmetric": False},
+    "w2a16": {"bits": 2, "strategy": "group", "group": 32, "packed": True},
+    "w4a8": {"bits": 4, "strategy": "group", "group": 32, "activations": TOKEN},
+}
+KINDS = ("llama", "qwen3", "opt", "mistral")
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "ffn_dim": 128, "word_embed_proj_dim": 64, "n_embd": 64}
+
+
+def model_of(kind: str = "llama", dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    return small(kind, **SIZES, **more).to(dtype)
+
+
+def with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
+    """The float model with these in place of its linears' weights."""
+    for name, weight in weights.items():
+        layer = model.get_submodule(name)
+        layer.weight = nn.Parameter(weight.t().clone() if is_conv1d(layer) else weight.clone(), requires_grad=False)
+    return model
+
+
+def stands_for(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    """The weight that a layer stands for, rounded once."""
+    if isinstance(layer, Int8Linear):
+        return (layer.weight.float() * layer.weight_scale.view(-1, 1)).to(dtype)
+    assert isinstance(layer, WeightOnlyLinear)
+    return layer.dequantized()
+
+
+def fake_quantised(activations: dict[str, Any] | None) -> Callable[..., Any]:
+    """A hook in front of a linear: its input as int8 has it."""
+
+    def hook(_: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
+        x = given[0].float()
+        if activations is None:
+            return given[0]
+        scale = x.abs().amax(-1, keepdim=True) / 127 if activations["dynamic"] else torch.tensor(INPUT_SCALE)
+        return ((x / scale).round().clamp(-127, 127) * scale).to(given[0].dtype)
+
+    return hook
+
+
+def check(folder: Path, float_model: Any, weights: dict[str, Tensor], activations: dict[str, Any] | None = None) -> Any:
+    """The weights' bits, and logits of a float model with them and with such activations."""
+    model = octofuse.from_pretrained(folder)
+    assert model.dtype == float_model.dtype
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    for name, weight in weights.items():
+        assert torch.equal(stands_for(model.get_submodule(name), weight.dtype), weight), name
+        float_model.get_submodule(name).register_forward_pre_hook(fake_quantised(activations))
+    tokens = torch.randint(1, 97, (2, 11), generator=torch.Generator().manual_seed(1))
+    want = with_weights(float_model, weights)(tokens).logits.float()
+    error = (model(tokens).logits.float() - want).norm() / want.norm()
+    # Rounding to bf16 in between moves values across steps of int8.
+    assert float(error) < (2e-3 if float_model.dtype == torch.float32 else 0.02 if activations is None else 0.06)
+    return model
+
+
+@needs_theirs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", COMPRESSED)
+def test_compressed_tensors(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    for kind in KINDS if variant in ("w8a8 dynamic", "w4a16") else KINDS[:1]:
+        source = model_of(kind, dtype)
+        tensors, config, weights = compressed(source, **COMPRESSED[variant])
+        folder = write_folder(source, tmp_path / kind, tensors, config)
+        activations = COMPRESSED[variant].get("activations") if variant.startswith("w8a8") else None
+        model = check(folder, source, weights, activations)
+        kinds = {type(module) for module in model.modules()} & {Int8Linear, WeightOnlyLinear}
+        assert kinds == {Int8Linear if variant.startswith("w8a8") else WeightOnlyLinear}
+        if not variant.endswith("asymmetric"):
+            assert all(getattr(module, "zero", None) is None for module in model.modules())
+
+
+@needs_theirs
+@pytest.mark.parametrize("variant", ["w8a8 dynamic", "w8a16", "w4a16", "w3a16"])
+def test_stock_transformers_reads_the_same_weights(variant: str, tmp_path: Path) -> None:
+    """What the tests write is what compressed-tensors itself reads."""
+    from transformers import AutoModelForCausalLM
+
+    source = model_of("llama", torch.bfloat16)
+    tensors, config, weights = compressed(source, **COMPRESSED[variant])
+    folder = write_folder(source, tmp_path / "model", tensors, config)
+    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    stock(torch.tensor([[1, 2, 3]]))  # decompresses
+    for name, weight in weights.items():
+        assert torch.equal(stock.get_submodule(name).weight, weight), name
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("more", [{}, {"order": True}, {"symmetric": True}, {"version": 2}], ids=str)
+def test_gptq(bits: int, more: dict[str, Any], tmp_path: Path) -> None:
+    cases = (("llama", torch.float32, 32), ("opt", torch.float16, 64), ("qwen3", torch.float32, -1))
+    for kind, dtype, group in (*cases, ("gpt2", torch.float32, 32)):
+        if group == -1 and more.get("order"):
+            continue
+        source = model_of(kind, dtype)
+        written = Gptq(source, bits, group, **more)
+        model = check(write_folder(source, tmp_path / kind, written.tensors, written.config), source, written.weights)
+        for module in model.modules():
+            if isinstance(module, WeightOnlyLinear):
+                assert (module.zero is None) == bool(more.get("symmetric"))
+                assert (module.order is not None) == (bool(more.get("order")) and module.in_features > group)
+
+
+def test_awq(tmp_path: Path) -> None:
+    for kind, dtype, group in (("llama", torch.float32, 32), ("mistral", torch.bfloat16, 64)):
+        source = model_of(kind, dtype)
+        written = Awq(source, group)
+        check(write_folder(source, tmp_path / kind, written.tensors, written.config), source, written.weights)
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_the_generator_decodes_them(order: bool, tmp_path: Path) -> None:
+    source = model_of("llama")
+    written = Gptq(source, 4, 32, order=order)
+    folder = write_folder(source, tmp_path / "model", written.tensors, written.config)
+    plain = with_weights(source, written.weights)
+    assert Generator(octofuse.from_pretrained(folder))(PROMPTS, 12) == [by_transformers(plain, p, 12) for p in PROMPTS]
+
+
+def test_tied_heads_and_shards(tmp_path: Path) -> None:
+    source = model_of("qwen3", tie_word_embeddings=True)
+    written = Gptq(source, 4, 32)
+    folder = write_folder(source, tmp_path / "model", written.tensors, written.config)
+    whole = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(whole)
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, own in files.items():
+        save_file({name: whole[name] for name in own}, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, own in files.items() for name in own}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = check(folder, source, written.weights)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    index["weight_map"][names[0]] = "../elsewhere.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"index\.json: expected names of .* in this folder, got '\.\./elsewhere"):
+        octofuse.from_pretrained(folder)
+
+
+def test_enable_gives_transformers_the_layers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    source = model_of("llama")
+    written = Gptq(source, 4, 32)
+    folder = write_folder(source, tmp_path / "model", written.tensors, written.config)
+    theirs = dict(AUTO_QUANTIZER_MAPPING)
+    octofuse.enable()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        octofuse.from_pretrained(folder)
+        assert theirs != AUTO_QUANTIZER_MAPPING, "from_pretrained leaves what was enabled"
+    finally:
+        octofuse.disable()
+    assert theirs == AUTO_QUANTIZER_MAPPING
+    assert len([m for m in model.modules() if isinstance(m, WeightOnlyLinear)]) == len(linear_layers(source))
+    with pytest.raises((ValueError, TypeError, NotImplementedError)):
+        model.save_pretrained(tmp_path / "again")
+
+
+def test_other_folders(tmp_path: Path) -> None:
+    """Floating-point models, and those of this library."""
+    source = model_of("llama")
+    source.save_pretrained(tmp_path / "float")
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(octofuse.from_pretrained(tmp_path / "float")(tokens).logits, source(tokens).logits)
+    octofuse.models.save(octofuse.models.quantize_(source, progress=False), tmp_path / "own")
+    assert torch.equal(octofuse.from_pretrained(tmp_path / "own")(tokens).logits, source(tokens).logits)
+
+
+# ---- bad files ----
+
+LAYER = "model.layers.1.mlp.up_proj"
+
+
+def edited(tensors: dict[str, Tensor], own: str, change: Callable[[Tensor], Tensor] | None) -> dict[str, Tensor]:
+    """With one tensor changed, or taken out."""
+    name = f"{LAYER}.{own}"
+    others = {key: tensor for key, tensor in tensors.items() if key != name}
+    return others if change is None else others | {name: change(tensors[name])}
+
+
+def put(tensor: Tensor, value: float) -> Tensor:
+    changed = tensor.clone()
+    changed.view(-1)[0] = value
+    return changed
+
+
+GPTQ_MISTAKES: list[tuple[str, Callable[[Tensor], Tensor] | None, str]] = [
+    ("qweight", lambda t: t[:-1], r"qweight: expected shape \[8, 128\], got \[7, 128\]"),
+    ("qweight", lambda t: t.float(), r"qweight: expected torch\.int32, got torch\.float32"),
+    ("qzeros", None, r"qzeros: missing"),
+    ("scales", lambda t: put(t, float("nan")), r"scales: expected finite scales of at least 0"),
+    ("scales", lambda t: put(t, float("inf")), r"scales: expected finite scales of at least 0"),
+    ("scales", lambda t: put(t, -1.0), r"scales: expected finite scales of at least 0"),
+    ("g_idx", lambda t: put(t, 1), r"g_idx: expected 32 columns of each of 2 groups, got another division"),
+    ("g_idx", lambda t: put(t, 7), r"g_idx: expected 32 columns of each of 2 groups, got another division"),
+]
+
+
+@pytest.mark.parametrize(("own", "change", "message"), GPTQ_MISTAKES)
+def test_wrong_tensors_are_named(own: str, change: Any, message: str, tmp_path: Path) -> None:
+    source = model_of("llama")
+    written = Gptq(source, 4, 32)
+    folder = write_folder(source, tmp_path / "model", edited(written.tensors, own, change), written.config)
+    with pytest.raises(ValueError, match=rf"{LAYER}\.{message}"):
+        octofuse.from_pretrained(folder)
+
+
+def test_tensors_beside_the_layers_are_named(tmp_path: Path) -> None:
+    source = model_of("llama")
+    written = Gptq(source, 4, 32)
+    more = written.tensors | {f"{LAYER}.extra": torch.zeros(2)}
+    with pytest.raises(ValueError, match=rf"{LAYER}\.extra: not a tensor of this kind of layer"):
+        octofuse.from_pretrained(write_folder(source, tmp_path / "a", more, written.config))
+    folder = write_folder(source, tmp_path / "b", written.tensors, written.config)
+    path = folder / "model.safetensors"
+    whole = load_file(path)
+    for change, message in (
+        ({"strange.weight": torch.zeros(2)}, "strange.weight: unexpected"),
+        ({"model.norm.weight": None}, "model.norm.weight: missing"),
+        ({"model.norm.weight": torch.ones(3)}, "shape|size"),
+    ):
+        changed = {name: tensor for name, tensor in (whole | change).items() if tensor is not None}
+        save_file(changed, path, metadata={"format": "pt"})
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            octofuse.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 5}, "quantization_config \\(gptq\\): bits: expected one of 2, 3, 4, 8, got 5"),
+        ({"group_size": 48}, r"group_size: expected one that divides K = 64, got 48"),
+        ({"group_size": "many"}, r"group_size: expected -1 or at least 1, got 'many'"),
+        ({"checkpoint_format": "marlin"}, r"checkpoint_format: expected one of gptq, gptq_v2, got 'marlin'"),
+        ({"dynamic": {"-:.*": {}}}, r"dynamic: expected none"),
+    ],
+)
+def test_settings_that_are_not_served(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    source = model_of("llama")
+    written = Gptq(source, 4, 32)
+    with pytest.raises(ValueError, match=message):
+        octofuse.from_pretrained(write_folder(source, tmp_path / "a", written.tensors, written.config | change))
+
+
+@needs_theirs
+def test_compressed_settings_and_values_that_are_not_served(tmp_path: Path) -> None:
+    source = model_of("llama")
+    tensors, config, _ = compressed(source, **COMPRESSED["w4a16"])
+    for i, (change, message) in enumerate(
+        (
+            ({"transform_config": {"config_groups": {}, "x": 1}}, "transform_config: expected none"),
+            ({"config_groups": {}}, "config_groups: expected at least one group"),
+            ({"quantization_status": "frozen"}, "quantization_status: expected 'compressed', got 'frozen'"),
+        )
+    ):
+        with pytest.raises(ValueError, match=message):
+            octofuse.from_pretrained(write_folder(source, tmp_path / f"a{i}", tensors, config | change))
+    group = config["config_groups"]["group_0"]
+    for i, (change, message) in enumerate(
+        (
+            ({"type": "float"}, r"config_groups\.group_0\.weights\.type: expected 'int', got 'float'"),
+            ({"num_bits": 16}, r"weights\.num_bits: expected 2 or .*, got 16"),
+            ({"strategy": "block"}, r"weights\.strategy: expected 'group' or 'channel', got 'block'"),
+        )
+    ):
+        changed = {"group_0": group | {"weights": group["weights"] | change}}
+        with pytest.raises(ValueError, match=message):
+            octofuse.from_pretrained(
+                write_folder(source, tmp_path / f"b{i}", tensors, config | {"config_groups": changed})
+            )
+    lies = edited(tensors, "weight_shape", lambda t: t.flip(0))
+    with pytest.raises(ValueError, match=rf"{LAYER}\.weight_shape: expected \[128, 64\], got \[64, 128\]"):
+        octofuse.from_pretrained(write_folder(source, tmp_path / "c", lies, config))
+    some = config | {"ignore": ["lm_head", "re:.*up_proj"]}
+    kept = {name: tensor for name, tensor in tensors.items() if "up_proj" not in name}
+    model = octofuse.from_pretrained(write_folder(source, tmp_path / "d", kept, some))
+    assert type(model.get_submodule(LAYER)) is nn.Linear
+    with pytest.raises(ValueError, match=r"up_proj\.weight_scale: missing"):
+        octofuse.from_pretrained(write_folder(source, tmp_path / "e", kept, config))
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    source = model_of("llama")
+    written = Gptq(source, 4, 32)
+    folder = write_folder(source, tmp_path / "model", written.tensors, written.config)
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    for broken in (data[:-7], data[:1000], b"", data[:8] + b"x" + data[9:]):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"model\.safetensors: not a whole safetensors file"):
+            octofuse.from_pretrained(folder)
+    path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(
+        FileNotFoundError, match=r"pytorch_model\.bin is a pickle, which could run code and is not read"
+    ):
+        octofuse.from_pretrained(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
+        octofuse.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 100])
+def test_words(bits: int, count: int) -> None:
+    codes = torch.randint(0, 1 << bits, (3, count), generator=torch.Generator().manual_seed(bits))
+    codes[0] = (1 << bits) - 1
+    assert torch.equal(unpack_words(bits_to_words(codes, bits), bits, count), codes.to(torch.uint8))
