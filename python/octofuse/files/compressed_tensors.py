@@ -107,11 +107,13 @@ class CompressedTensors(Format):
         status = config.get("quantization_status", "compressed")
         if status != "compressed":
             raise ValueError(f"quantization_status: expected 'compressed', got {status!r}")
-        self.ignore = [str(pattern) for pattern in config.get("ignore") or ()]
-        self.groups = [
-            ([str(target) for target in group.get("targets") or ()], _stored_of(name, group, config))
-            for name, group in groups.items()
-        ]
+        self.ignore = _patterns("ignore", config.get("ignore") or ())
+        self.groups = []
+        for name, group in groups.items():
+            if not isinstance(group, Mapping):
+                raise ValueError(f"config_groups.{name}: expected an object, got {group!r}")
+            targets = _patterns(f"config_groups.{name}.targets", group.get("targets") or ())
+            self.groups.append((targets, _stored_of(name, group, config)))
 
     def stored(self, name: str, module: nn.Module, names: frozenset[str]) -> Stored | None:
         if any(_matches(pattern, name, module) for pattern in self.ignore):
@@ -120,6 +122,18 @@ class CompressedTensors(Format):
             if any(_matches(target, name, module) for target in targets):
                 return stored
         return None
+
+
+def _patterns(what: str, given: Any) -> list[str]:
+    """Names of classes or modules, or "re:" and an expression that can be compiled."""
+    if not isinstance(given, (list, tuple)) or not all(isinstance(one, str) for one in given):
+        raise ValueError(f"{what}: expected a list of names, got {given!r}")
+    for one in given:
+        try:
+            re.compile(one.removeprefix("re:"))
+        except re.error as error:
+            raise ValueError(f"{what}: expected regular expressions, got {one!r}: {error}") from None
+    return list(given)
 
 
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
@@ -135,12 +149,14 @@ def _stored_of(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -
     form = group.get("format") or config.get("format")
 
     def expect(what: str, got: Any, *allowed: Any) -> None:
-        if got not in allowed:
+        if not any(type(got) is type(one) and got == one for one in allowed):
             expected = " or ".join(map(repr, allowed))
             raise ValueError(f"config_groups.{name}.{what}: expected {expected}, got {got!r}")
 
     if not isinstance(weights, Mapping):
         raise ValueError(f"config_groups.{name}.weights: expected an object, got {weights!r}")
+    if activations is not None and not isinstance(activations, Mapping):
+        raise ValueError(f"config_groups.{name}.input_activations: expected an object or none, got {activations!r}")
     expect("format", form, PACKED, *UNPACKED)
     expect("output_activations", group.get("output_activations"), None)
     expect("weights.type", weights.get("type", "int"), "int")

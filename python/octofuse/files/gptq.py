@@ -64,7 +64,7 @@ class Gptq(Format):
             ("checkpoint_format", form, ("gptq", "gptq_v2")),
             ("bits", config.get("bits"), (2, 3, 4, 8)),
         ):
-            if got not in allowed:
+            if not any(type(got) is type(one) and got == one for one in allowed):
                 raise ValueError(f"{name}: expected one of {', '.join(map(str, allowed))}, got {got!r}")
         if config.get("dynamic"):
             raise ValueError("dynamic: expected none, got settings for single layers, which are not served")

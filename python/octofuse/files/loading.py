@@ -11,7 +11,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -65,21 +65,18 @@ class Reader:
     def before(self, model: Any, files: list[Path], dtype: torch.dtype) -> None:
         """ValueError that names the file and the tensor of which something is wrong; the model is then of no use."""
         self.dtype = dtype
-        by_module: dict[str, dict[str, Header]] = {}
-        for tensor, header in read_headers(files).items():
-            module, _, own = tensor.rpartition(".")
-            by_module.setdefault(module, {})[own] = header
-        for name, linear in (linear_layers(model) | output_heads(model)).items():
-            headers = by_module.get(name) or by_module.get(name.removeprefix(f"{model.base_model_prefix}."), {})
-            stored = self.format.stored(name, linear, frozenset(headers))
-            if stored is None:
-                continue
-            weight: Any = linear.weight
-            n, k = reversed(weight.shape) if is_conv1d(linear) else weight.shape
-            _check(name, stored, headers, n, k, files[0])
-            replace_module(model, name, _Waiting(n, k, stored, headers))
-        if not any(isinstance(module, _Waiting) for module in model.modules()):
+        headers = read_headers(files)
+        linears = {
+            name: Linear(layer, *_sizes(layer)) for name, layer in (linear_layers(model) | output_heads(model)).items()
+        }
+        found = planned(self.format, linears, headers, f"{model.base_model_prefix}.")
+        if not found:
             raise ValueError(f"{files[0]}: expected quantised linears, as quantization_config says, got none")
+        for name, (stored, own) in found.items():
+            replace_module(model, name, _Waiting(linears[name].n, linears[name].k, stored, own))
+        for name, tensor in model.state_dict().items():
+            if (header := headers.get(name)) is not None:
+                check_tensor(header, name, tensor)
 
     def after(self, model: nn.Module) -> None:
         waiting = {name: module for name, module in model.named_modules() if isinstance(module, _Waiting)}
@@ -93,17 +90,60 @@ class Reader:
         model.requires_grad_(False)
 
 
-def _check(name: str, stored: Stored, headers: Mapping[str, Header], n: int, k: int, file: Path) -> None:
-    here = next(iter(headers.values())).file if headers else file
+class Linear(NamedTuple):
+    """A linear of the model, and its sizes."""
+
+    module: nn.Module
+    n: int
+    k: int
+
+
+def _sizes(layer: Any) -> tuple[int, int]:
+    n, k = reversed(layer.weight.shape) if is_conv1d(layer) else layer.weight.shape
+    return n, k
+
+
+def planned(
+    form: Format, linears: Mapping[str, Linear], headers: Mapping[str, Header], prefix: str
+) -> dict[str, tuple[Stored, dict[str, Header]]]:
+    """How each linear that is stored quantised is stored, and its tensors. prefix: of names, which a file may lack.
+
+    Raises ValueError that names the file and the tensor: one that is missing, surplus, or of another shape or dtype.
+    """
+    by_module: dict[str, dict[str, Header]] = {}
+    for tensor, header in headers.items():
+        module, _, own = tensor.rpartition(".")
+        by_module.setdefault(module, {})[own] = header
+    found = {}
+    for name, linear in linears.items():
+        own_headers = by_module.get(name) or by_module.get(name.removeprefix(prefix), {})
+        stored = form.stored(name, linear.module, frozenset(own_headers))
+        if stored is not None:
+            _check(name, stored, own_headers, linear)
+            found[name] = (stored, own_headers)
+    return found
+
+
+def check_tensor(header: Header, name: str, wanted: torch.Tensor) -> None:
+    """Some versions of transformers take another shape, and cast integers, in silence."""
+    if header.shape != tuple(wanted.shape):
+        raise ValueError(f"{header.file}: {name}: expected shape {list(wanted.shape)}, got {list(header.shape)}")
+    is_float = header.dtype is not None and header.dtype.is_floating_point
+    if is_float != wanted.dtype.is_floating_point:
+        raise ValueError(f"{header.file}: {name}: expected {wanted.dtype} or alike, got {header.dtype}")
+
+
+def _check(name: str, stored: Stored, headers: Mapping[str, Header], linear: Linear) -> None:
+    here = f"{next(iter(headers.values())).file}: " if headers else ""
     try:
-        wants = stored.wants(n, k)
+        wants = stored.wants(linear.n, linear.k)
     except ValueError as error:
-        raise ValueError(f"{here}: {name}: {error}") from None
-    for own, want in (wants | {"bias": Want(FLOATS, ((n,),), optional=True)}).items():
+        raise ValueError(f"{here}{name}: {error}") from None
+    for own, want in (wants | {"bias": Want(FLOATS, ((linear.n,),), optional=True)}).items():
         header = headers.get(own)
         if header is None:
             if not want.optional:
-                raise ValueError(f"{here}: {name}.{own}: missing")
+                raise ValueError(f"{here}{name}.{own}: missing")
         elif header.dtype not in want.dtypes:
             allowed = " or ".join(str(dtype) for dtype in want.dtypes)
             raise ValueError(f"{header.file}: {name}.{own}: expected {allowed}, got {header.dtype}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -50,8 +52,10 @@ class Int8Linear(nn.Module):
         scales = out_features if self.scheme.weights == "channel" else 1
         static = self.scheme.is_static
         self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.int8, device=device))
-        self.register_buffer("weight_scale", torch.ones(scales, device=device))
-        self.register_buffer("input_scale", torch.ones((), device=device) if static else None)
+        # Named: inside transformers' from_pretrained the default dtype is the model's.
+        fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        self.register_buffer("weight_scale", torch.ones(scales, **fp32))
+        self.register_buffer("input_scale", torch.ones((), **fp32) if static else None)
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
 
     @classmethod
