@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octofuse.nn.gradient import multiplied
 from octofuse.nn.norm import Norm, check_one_in_front, in_front
 from octofuse.ops import (
     gated_activation_quantize,
@@ -21,7 +22,7 @@ from octofuse.quant.affine import Scheme, quantize_weight, tensor_scale
 
 
 class Int8Linear(nn.Module):
-    """y = act(x @ weight^T + bias) with int8 operands; inference only.
+    """y = act(x @ weight^T + bias) with int8 operands; its tensors are frozen, x may have a gradient.
 
     Buffers (all in the state dict): weight int8 `[N, K]`; weight_scale fp32 `[N]` or `[1]`; input_scale fp32 `[]` for
     static activations; bias fp32, fp16 or bf16 `[N]` if there is one. Input and output are fp16, bf16 or fp32 `[..., K]`
@@ -83,10 +84,17 @@ class Int8Linear(nn.Module):
         return result
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                "x: expected a tensor that needs no gradient; Int8Linear is for inference (torch.no_grad())"
-            )
+        """Of an x that requires it, with the gradient with respect to x (rounding counts as the identity)."""
+        if self.activation is not None and x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"x: expected a tensor that needs no gradient beside activation {self.activation!r}")
+        return multiplied(self, x)
+
+    def input_gradient(self, dy: Tensor) -> Tensor:
+        """dy `[..., N]` -> `[..., K]` in its dtype: (dy * weight_scale) @ weight."""
+        scaled = (dy * self.weight_scale).to(dy.dtype)
+        return scaled @ self.weight.to(dy.dtype)
+
+    def product(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         if self.engine == "auto":
             return self.fused(x, activation=self.activation)

@@ -1,4 +1,4 @@
-"""Linears with weights of 1 to 8 bits and activations in floating point; inference only."""
+"""Linears with frozen weights of 1 to 8 bits and activations in floating point."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from octofuse.nn.gradient import multiplied
 from octofuse.nn.linear import weight_of
 from octofuse.nn.norm import Norm, in_floating_point, in_front
 from octofuse.ops.activations import Activation
@@ -91,7 +92,15 @@ class PackedLinear(nn.Module):
         """The op of this kind with the layer's tensors."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Of an x that requires it, with the gradient with respect to x."""
+        return multiplied(self, x)
+
+    def product(self, x: Tensor) -> Tensor:
         return self.fused(x)
+
+    def input_gradient(self, dy: Tensor) -> Tensor:
+        """dy `[..., N]` -> `[..., K]` in its dtype: dy @ the weight, which is dequantised for it."""
+        return dy @ self.dequantized().to(dy.dtype)
 
     def fused(
         self,
