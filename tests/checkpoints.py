@@ -65,17 +65,19 @@ class Gptq:
             n, k = weight_of(layer).shape
             size = k if group == -1 else group
             codes = torch.randint(0, 1 << bits, (k, n), generator=g)
-            zeros = torch.randint(1, 1 << bits, (k // size, n), generator=g)
+            zeros = torch.randint(0, 1 << bits, (-(-k // size), n), generator=g)
             if symmetric:
                 zeros = torch.full_like(zeros, 1 << bits - 1)
-            scales = (torch.rand(k // size, n, generator=g) + 0.2).div(4 << bits).to(dtype)
+            scales = (torch.rand(-(-k // size), n, generator=g) + 0.2).div(4 << bits).to(dtype)
             groups = torch.arange(k) // size
             if order:
                 groups = groups[torch.randperm(k, generator=g)]
-            stored = zeros - 1 if version == 1 else zeros
+            stored = bits_to_words((zeros - 1) % 8 if version == 1 and bits == 3 else zeros, bits)
+            if version == 1 and bits != 3:  # of all codes of a word at once
+                stored = stored - sum(1 << shift for shift in range(0, 32, bits))
             self.tensors |= {
                 f"{name}.qweight": bits_to_words(codes.t(), bits).t().contiguous(),
-                f"{name}.qzeros": bits_to_words(stored, bits),
+                f"{name}.qzeros": stored,
                 f"{name}.scales": scales,
                 f"{name}.g_idx": groups.to(torch.int32),
             } | with_bias(name, layer)

@@ -46,7 +46,13 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "ffn_dim": 128, "word_embe
 
 
 def model_of(kind: str = "llama", dtype: torch.dtype = torch.float32, **more: Any) -> Any:
-    return small(kind, **SIZES, **more).to(dtype)
+    model = small(kind, **SIZES, **more)
+    angles = {name: buffer.clone() for name, buffer in model.named_buffers() if "inv_freq" in name}
+    model = model.to(dtype)
+    for name, buffer in angles.items():  # which a model that is loaded keeps in fp32
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, buffer)
+    return model
 
 
 def with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
@@ -179,20 +185,26 @@ def test_tied_heads_and_shards(tmp_path: Path) -> None:
 
 def test_enable_gives_transformers_the_layers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     source = model_of("llama")
     written = Gptq(source, 4, 32)
     folder = write_folder(source, tmp_path / "model", written.tensors, written.config)
-    theirs = dict(AUTO_QUANTIZER_MAPPING)
     octofuse.enable()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder)
         octofuse.from_pretrained(folder)
-        assert theirs != AUTO_QUANTIZER_MAPPING, "from_pretrained leaves what was enabled"
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        unserved = write_folder(
+            source, tmp_path / "unserved", written.tensors, written.config | {"dynamic": {"x": {"bits": 8}}}
+        )
+        with (
+            pytest.warns(UserWarning, match="octofuse leaves this checkpoint to transformers"),
+            pytest.raises(ImportError),
+        ):
+            AutoModelForCausalLM.from_pretrained(unserved)
     finally:
         octofuse.disable()
-    assert theirs == AUTO_QUANTIZER_MAPPING
+    with pytest.raises(ImportError):  # transformers' own quantizer, which wants optimum
+        AutoModelForCausalLM.from_pretrained(folder)
     assert len([m for m in model.modules() if isinstance(m, WeightOnlyLinear)]) == len(linear_layers(source))
     with pytest.raises((ValueError, TypeError, NotImplementedError)):
         model.save_pretrained(tmp_path / "again")
@@ -206,6 +218,54 @@ def test_other_folders(tmp_path: Path) -> None:
     assert torch.equal(octofuse.from_pretrained(tmp_path / "float")(tokens).logits, source(tokens).logits)
     octofuse.models.save(octofuse.models.quantize_(source, progress=False), tmp_path / "own")
     assert torch.equal(octofuse.from_pretrained(tmp_path / "own")(tokens).logits, source(tokens).logits)
+
+
+def test_settings_where_transformers_does_not_look(tmp_path: Path) -> None:
+    source = model_of("llama")
+    written = Gptq(source, 4, 32)
+    folder = write_folder(source, tmp_path / "model", written.tensors, written.config)
+    config = json.loads((folder / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"expected quantization_config .*; an older compression_config is there"):
+        octofuse.from_pretrained(folder)
+
+
+def test_other_spellings(tmp_path: Path) -> None:
+    """Version 2 by its newer name, layers left out, an index of groups that is all 0, a last group that is short."""
+    source = model_of("llama")
+    written = Gptq(source, 4, 32, version=2)
+    config = {key: value for key, value in written.config.items() if key != "checkpoint_format"}
+    config |= {"format": "gptq_v2", "dynamic": {"-:.*lm_head.*": {}}}
+    tensors = {name: t * 0 if name.endswith("g_idx") else t for name, t in written.tensors.items()}
+    check(write_folder(source, tmp_path / "a", tensors, config), source, written.weights)
+    source = small("llama", **SIZES | {"intermediate_size": 144})
+    short = Gptq(source, 4, 32)
+    check(write_folder(source, tmp_path / "b", short.tensors, short.config), source, short.weights)
+
+
+def test_what_no_linear_takes_is_named(tmp_path: Path) -> None:
+    source = model_of("llama")
+    written = Gptq(source, 4, 32)
+    expert = {
+        f"model.layers.0.mlp.experts.0.up_proj.{own}": torch.zeros(2, 2, dtype=torch.int32) for own in ("qweight",)
+    }
+    with pytest.raises(ValueError, match=r"experts\.0\.up_proj\.qweight: expected to belong to a linear"):
+        octofuse.from_pretrained(write_folder(source, tmp_path / "a", written.tensors | expert, written.config))
+    source = model_of("opt")
+    written = Gptq(source, 4, 32)
+    gone = {name: t for name, t in written.tensors.items() if name != "model.decoder.layers.0.fc1.bias"}
+    with pytest.raises(ValueError, match=r"fc1\.bias: missing"):
+        octofuse.from_pretrained(write_folder(source, tmp_path / "b", gone, written.config))
+
+
+def test_activation_order_is_kept_by_save(tmp_path: Path) -> None:
+    source = model_of("llama")
+    written = Gptq(source, 4, 32, order=True)
+    model = octofuse.from_pretrained(write_folder(source, tmp_path / "model", written.tensors, written.config))
+    octofuse.models.save(model, tmp_path / "own")
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(octofuse.from_pretrained(tmp_path / "own")(tokens).logits, model(tokens).logits)
 
 
 # ---- bad files ----
@@ -272,10 +332,11 @@ def test_tensors_beside_the_layers_are_named(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"bits": 5}, "quantization_config \\(gptq\\): bits: expected one of 2, 3, 4, 8, got 5"),
-        ({"group_size": 48}, r"group_size: expected one that divides K = 64, got 48"),
+        ({"group_size": 48}, r"down_proj\.qzeros: expected shape \[3, 8\], got \[4, 8\]"),
+        ({"group_size": 16}, r"qzeros: expected shape \[4, 8\], got \[2, 8\]"),
         ({"group_size": "many"}, r"group_size: expected -1 or at least 1, got 'many'"),
         ({"checkpoint_format": "marlin"}, r"checkpoint_format: expected one of gptq, gptq_v2, got 'marlin'"),
-        ({"dynamic": {"-:.*": {}}}, r"dynamic: expected none"),
+        ({"dynamic": {"+:.*": {"bits": 8}}}, r"dynamic: expected layers that are left out"),
     ],
 )
 def test_settings_that_are_not_served(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -293,7 +354,6 @@ def test_compressed_settings_and_values_that_are_not_served(tmp_path: Path) -> N
         (
             ({"transform_config": {"config_groups": {}, "x": 1}}, "transform_config: expected none"),
             ({"config_groups": {}}, "config_groups: expected at least one group"),
-            ({"quantization_status": "frozen"}, "quantization_status: expected 'compressed', got 'frozen'"),
         )
     ):
         with pytest.raises(ValueError, match=message):

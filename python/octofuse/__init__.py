@@ -6,7 +6,7 @@ layers, `octofuse.quant` the mathematics, `octofuse.models` what is known of eac
 
 import os as _os
 
-from octofuse.files import disable, enable, from_pretrained
+from octofuse.files import disable, enable, from_pretrained, save_pretrained
 from octofuse.generate import Generator, generate, own_text
 from octofuse.ops import (
     activate,
@@ -72,6 +72,7 @@ __all__ = [
     "quantized_linear",
     "rms_norm",
     "rms_norm_quantize",
+    "save_pretrained",
     "sparse12_linear",
     "tune",
     "tune_cublaslt",

@@ -6,5 +6,6 @@ layer of `octofuse.nn`.
 """
 
 from octofuse.files.loading import disable, enable, from_pretrained
+from octofuse.files.writing import save_pretrained
 
-__all__ = ["disable", "enable", "from_pretrained"]
+__all__ = ["disable", "enable", "from_pretrained", "save_pretrained"]

@@ -47,7 +47,7 @@ class _Awq(Stored):
 
 class Awq(Format):
     def __init__(self, config: Mapping[str, Any]) -> None:
-        version = str(config.get("version") or "gemm").lower()
+        version = str(config.get("version") or config.get("format") or "gemm").lower()
         bits = config.get("bits", config.get("w_bit", 4))
         if version != "gemm":
             raise ValueError(f"version: expected 'gemm', got {version!r}")

@@ -97,6 +97,8 @@ class _WeightOnly(Stored):
 
 class CompressedTensors(Format):
     def __init__(self, config: Mapping[str, Any]) -> None:
+        if isinstance(inner := config.get("quantization_config"), Mapping):  # as some versions nest it
+            config = inner
         if config.get("transform_config"):
             raise ValueError(
                 "transform_config: expected none, got one; rotations while running (Hadamard) are not served"
@@ -104,9 +106,6 @@ class CompressedTensors(Format):
         groups = config.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             raise ValueError("config_groups: expected at least one group, got none")
-        status = config.get("quantization_status", "compressed")
-        if status != "compressed":
-            raise ValueError(f"quantization_status: expected 'compressed', got {status!r}")
         self.ignore = _patterns("ignore", config.get("ignore") or ())
         self.groups = []
         for name, group in groups.items():
@@ -116,12 +115,15 @@ class CompressedTensors(Format):
             self.groups.append((targets, _stored_of(name, group, config)))
 
     def stored(self, name: str, module: nn.Module, names: frozenset[str]) -> Stored | None:
-        if any(_matches(pattern, name, module) for pattern in self.ignore):
+        if any(_rank(pattern, name, module) is not None for pattern in self.ignore):
             return None
-        for targets, stored in self.groups:
-            if any(_matches(target, name, module) for target in targets):
-                return stored
-        return None
+        ranked = [
+            (rank, stored)
+            for targets, stored in self.groups
+            for target in targets
+            if (rank := _rank(target, name, module)) is not None
+        ]
+        return min(ranked, key=lambda pair: pair[0])[1] if ranked else None
 
 
 def _patterns(what: str, given: Any) -> list[str]:
@@ -136,17 +138,19 @@ def _patterns(what: str, given: Any) -> list[str]:
     return list(given)
 
 
-def _matches(pattern: str, name: str, module: nn.Module) -> bool:
-    """A class's name, a module's, or an expression that begins as the module's name does."""
+def _rank(pattern: str, name: str, module: nn.Module) -> int | None:
+    """How closely a pattern names a module: 0, by name; 1, by an expression for its beginning; 2, by class; None: not."""
+    if pattern == name:
+        return 0
     if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), name) is not None
-    return pattern == name or any(pattern == kind.__name__ for kind in type(module).__mro__)
+        return 1 if re.match(pattern.removeprefix("re:"), name) else None
+    return 2 if any(pattern == kind.__name__ for kind in type(module).__mro__) else None
 
 
 def _stored_of(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -> Stored:
     """ValueError that names the first setting which is not served."""
     weights, activations = group.get("weights"), group.get("input_activations")
-    form = group.get("format") or config.get("format")
+    form = group.get("format") or config.get("format")  # of all groups "mixed-precision", where they differ
 
     def expect(what: str, got: Any, *allowed: Any) -> None:
         if not any(type(got) is type(one) and got == one for one in allowed):

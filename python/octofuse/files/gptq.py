@@ -25,9 +25,7 @@ class _Gptq(Stored):
     first_version: bool
 
     def wants(self, n: int, k: int) -> dict[str, Want]:
-        if self.group is not None and k % self.group != 0:
-            raise ValueError(f"group_size: expected one that divides K = {k}, got {self.group}")
-        groups = 1 if self.group is None else k // self.group
+        groups = 1 if self.group is None else -(-k // self.group)
         return {
             "qweight": Want((torch.int32,), ((words_of(k, self.bits), n),)),
             "qzeros": Want((torch.int32,), ((groups, words_of(n, self.bits)),)),
@@ -37,7 +35,7 @@ class _Gptq(Stored):
 
     def layer(self, tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> nn.Module:
         codes = unpack_words(tensors["qweight"].t().contiguous(), self.bits, k)
-        zeros = unpack_words(tensors["qzeros"], self.bits, n).t().to(torch.int16) + int(self.first_version)
+        zeros = self._zeros_of(tensors["qzeros"], n).t().to(torch.int16)
         scales = checked_scales("scales", tensors["scales"]).t()
         order = None
         if (groups := tensors.get("g_idx")) is not None:
@@ -45,29 +43,40 @@ class _Gptq(Stored):
             codes = codes if order is None else codes[:, order]
         return weight_only_layer(codes, scales, zeros, self.bits, self.group, dtype, order)
 
+    def _zeros_of(self, words: Tensor, n: int) -> Tensor:
+        """Codes `[G, N]`. Version 1 is what is left when 1 is taken from every code of a word at once: a 0 borrows."""
+        if not self.first_version:
+            return unpack_words(words, self.bits, n)
+        if self.bits == 3:  # codes cross words: each was stored by itself, and 0 as 7
+            return unpack_words(words, self.bits, n) + 1 & 7
+        return unpack_words(words + sum(1 << shift for shift in range(0, 32, self.bits)), self.bits, n)
+
     def _order_of(self, groups: Tensor, k: int) -> Tensor | None:
         """The columns, group by group; None where they lie so already."""
         size = k if self.group is None else self.group
         usual = torch.arange(k, device=groups.device) // size
-        if torch.equal(groups.long(), usual):
+        if torch.equal(groups.long(), usual) or not bool(groups.any()):  # some writers leave it at 0
             return None
         order = groups.argsort(stable=True)
         if not torch.equal(groups[order].long(), usual):
-            raise ValueError(f"g_idx: expected {size} columns of each of {k // size} groups, got another division")
+            raise ValueError(f"g_idx: expected {size} columns of each of {-(-k // size)} groups, got another division")
         return order
 
 
 class Gptq(Format):
     def __init__(self, config: Mapping[str, Any]) -> None:
-        form = config.get("checkpoint_format") or "gptq"
+        form = config.get("checkpoint_format") or config.get("format") or "gptq"
         for name, got, allowed in (
             ("checkpoint_format", form, ("gptq", "gptq_v2")),
             ("bits", config.get("bits"), (2, 3, 4, 8)),
         ):
             if not any(type(got) is type(one) and got == one for one in allowed):
                 raise ValueError(f"{name}: expected one of {', '.join(map(str, allowed))}, got {got!r}")
-        if config.get("dynamic"):
-            raise ValueError("dynamic: expected none, got settings for single layers, which are not served")
+        settings = config.get("dynamic") or {}
+        if not isinstance(settings, Mapping) or any(
+            own for key, own in settings.items() if not str(key).startswith("-:")
+        ):
+            raise ValueError("dynamic: expected layers that are left out, got settings for single layers")
         self.kind = _Gptq(config["bits"], group_size(config), form == "gptq")
 
     def stored(self, name: str, module: nn.Module, names: frozenset[str]) -> Stored | None:

@@ -41,10 +41,27 @@ def json_of(path: Path) -> dict[str, Any]:
 
 
 def method_of(folder: Path) -> str | None:
-    """The quant_method that a folder's config.json names; None: it names none. ValueError where that file is broken."""
+    """The quant_method that a folder's config.json names; None: it names none.
+
+    Raises ValueError where that file is broken, or where the settings stand where transformers does not look: it would read
+    integers as floating-point numbers.
+    """
     path = folder / "config.json"
-    found = json_of(path).get("quantization_config") if path.is_file() else None
-    return str(found["quant_method"]) if isinstance(found, dict) and "quant_method" in found else None
+    config = json_of(path) if path.is_file() else {}
+    found = config.get("quantization_config")
+    if found is None and isinstance(text := config.get("text_config"), dict):
+        found = text.get("quantization_config")
+    if isinstance(found, dict) and "quant_method" in found:
+        return str(found["quant_method"])
+    for name, there in (
+        ("compression_config", "compression_config" in config),
+        ("quantize_config.json", (folder / "quantize_config.json").is_file()),
+    ):
+        if there:
+            raise ValueError(
+                f"{path}: expected quantization_config with quant_method; an older {name} is there: copy it in"
+            )
+    return None
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -7,9 +7,8 @@ transformers' business, and what lies in memory is the file's size and one layer
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +19,16 @@ from octofuse.files.awq import Awq
 from octofuse.files.compressed_tensors import CompressedTensors
 from octofuse.files.formats import FLOATS, Format, Stored, Want
 from octofuse.files.gptq import Gptq
-from octofuse.files.headers import Header, json_of, read_headers, weight_files
+from octofuse.files.headers import Header, method_of, read_headers, weight_files
 from octofuse.nn import linear_layers, output_heads, replace_module
 from octofuse.nn.linear import is_conv1d
 
 FORMATS: dict[str, type[Format]] = {"compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq}
 # Scales of a quantised cache: this library's caches measure their own, for every token and head. The other: computed.
 _LEFT_OUT = re.compile(r"\.(?:[kqv]_scale|[kv]_zero_point|rotary_emb\.inv_freq)$")
+
+
+_OF_QUANTISED = {"qweight", "qzeros", "weight_packed", "weight_zero_point"}
 
 
 class _Waiting(nn.Module):
@@ -121,6 +123,13 @@ def planned(
         if stored is not None:
             _check(name, stored, own_headers, linear)
             found[name] = (stored, own_headers)
+    taken = {id(own) for _, own in found.values()}
+    for module, group in by_module.items():
+        if id(group) not in taken and (strange := sorted(group.keys() & _OF_QUANTISED)):
+            raise ValueError(
+                f"{group[strange[0]].file}: {module}.{strange[0]}: expected to belong to a linear of the model, got none "
+                "that is called so and quantised (experts are not served)"
+            )
     return found
 
 
@@ -139,7 +148,8 @@ def _check(name: str, stored: Stored, headers: Mapping[str, Header], linear: Lin
         wants = stored.wants(linear.n, linear.k)
     except ValueError as error:
         raise ValueError(f"{here}{name}: {error}") from None
-    for own, want in (wants | {"bias": Want(FLOATS, ((linear.n,),), optional=True)}).items():
+    without = getattr(linear.module, "bias", None) is None  # some writers add one of zeros
+    for own, want in (wants | {"bias": Want(FLOATS, ((linear.n,),), optional=without)}).items():
         header = headers.get(own)
         if header is None:
             if not want.optional:
@@ -160,34 +170,19 @@ def _check(name: str, stored: Stored, headers: Mapping[str, Header], linear: Lin
 def enable() -> None:
     """Let transformers' `from_pretrained` give this library's layers for checkpoints of compressed-tensors, GPTQ and AWQ.
 
-    Its own quantizers for these step aside until `disable`. OCTOFUSE_ENABLE=1 in the environment does the same when
-    octofuse is imported. Raises ImportError without transformers.
+    Files that are not served here stay transformers' own business, with a warning that says why. OCTOFUSE_ENABLE=1 in the
+    environment does the same when octofuse is imported. Raises ImportError without transformers.
     """
     from octofuse.files import quantizer
 
-    quantizer.register()
+    quantizer.enable(True)
 
 
 def disable() -> None:
-    """Give transformers its own quantizers back."""
+    """Leave all checkpoints to transformers again."""
     from octofuse.files import quantizer
 
-    quantizer.unregister()
-
-
-@contextlib.contextmanager
-def _enabled(device: torch.device | None) -> Iterator[None]:
-    from octofuse.files import quantizer
-
-    was = quantizer.is_registered()
-    quantizer.register()
-    quantizer.TARGET.append(device)
-    try:
-        yield
-    finally:
-        quantizer.TARGET.pop()
-        if not was:
-            quantizer.unregister()
+    quantizer.enable(False)
 
 
 def from_pretrained(
@@ -209,16 +204,20 @@ def from_pretrained(
     """
     from octofuse.models.checkpoint import is_checkpoint, load
 
+    if "device_map" in options:
+        raise ValueError(f"device_map: expected device in its place, got {options['device_map']!r}")
     device = torch.device(device)
     folder = Path(name).expanduser()
     if folder.is_dir():
         if is_checkpoint(folder):
             return load(folder, device)
-        json_of(folder / "config.json")
+        method_of(folder)
         weight_files(folder)
     from transformers import AutoModelForCausalLM
 
-    with _enabled(device):
+    from octofuse.files.quantizer import reading_to
+
+    with reading_to(device):
         model, report = AutoModelForCausalLM.from_pretrained(
             str(folder) if folder.is_dir() else str(name), dtype=dtype, output_loading_info=True, **options
         )

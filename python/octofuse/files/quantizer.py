@@ -1,8 +1,16 @@
-"""The quantizer that transformers calls, in place of its own, while `octofuse.enable()` lasts."""
+"""The quantizer that transformers calls for some files, in place of its own.
+
+transformers finds quantizers and their settings by the file's quant_method. Ours stand there once and for all, and hand on
+to transformers' own unless `octofuse.enable()` was called, or this thread is inside `octofuse.from_pretrained`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +21,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from octofuse.files.loading import FORMATS, Reader
 
-TARGET: list[torch.device | None] = [None]  # where layers are made; None: where their tensors were loaded
+_INSIDE: ContextVar[bool] = ContextVar("octofuse_from_pretrained", default=False)
+_DEVICE: ContextVar[torch.device | None] = ContextVar("octofuse_device", default=None)  # where layers are made
 _THEIRS: dict[str, tuple[Any, Any]] = {}
+_enabled = False
 
 
 class FileConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -23,11 +33,6 @@ class FileConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def __init__(self, config: dict[str, Any]) -> None:
         self.quant_method = config["quant_method"]
         self.config = copy.deepcopy(config)
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        found = cls(config_dict)
-        return (found, kwargs) if return_unused_kwargs else found
 
     def to_dict(self) -> dict[str, Any]:
         return copy.deepcopy(self.config)
@@ -41,15 +46,12 @@ class OctofuseQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def __init__(self, quantization_config: FileConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.reader = Reader(quantization_config.to_dict(), TARGET[-1])
+        self.reader = Reader(quantization_config.to_dict(), _DEVICE.get())
 
-    def _process_model_before_weight_loading(
-        self, model: Any, dtype: torch.dtype | None = None, checkpoint_files: Any = None, **kwargs: Any
-    ) -> None:
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         if not checkpoint_files:
             raise ValueError("checkpoint: expected safetensors files, got none")
-        kept = dtype if dtype is not None else model.dtype
-        self.reader.before(model, [Path(file) for file in checkpoint_files], kept)
+        self.reader.before(model, [Path(file) for file in checkpoint_files], model.dtype)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self.reader.after(model)
@@ -67,19 +69,58 @@ class OctofuseQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
 
-def register() -> None:
+class _Configs:
+    """Stands for a method's class of settings."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    def from_dict(self, config: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+        if not (_enabled or _INSIDE.get()):
+            return self.theirs.from_dict(config, *arguments, **options)
+        try:
+            Reader(config)
+        except ValueError as error:
+            if _INSIDE.get():
+                raise
+            warnings.warn(f"octofuse leaves this checkpoint to transformers: {error}", stacklevel=2)
+            return self.theirs.from_dict(config, *arguments, **options)
+        return FileConfig(config)
+
+
+class _Quantizers:
+    """Stands for a method's quantizer."""
+
+    def __init__(self, theirs: Any) -> None:
+        self.theirs = theirs
+
+    def __call__(self, config: Any, **options: Any) -> Any:
+        return (OctofuseQuantizer if isinstance(config, FileConfig) else self.theirs)(config, **options)
+
+
+def stand_in() -> None:
     for method in FORMATS:
         if method not in _THEIRS:
-            _THEIRS[method] = (auto.AUTO_QUANTIZER_MAPPING[method], auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method])
-            auto.AUTO_QUANTIZER_MAPPING[method] = OctofuseQuantizer
-            auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = FileConfig
+            quantizer, config = auto.AUTO_QUANTIZER_MAPPING[method], auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method]
+            _THEIRS[method] = (quantizer, config)
+            auto.AUTO_QUANTIZER_MAPPING[method] = _Quantizers(quantizer)
+            auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _Configs(config)
 
 
-def unregister() -> None:
-    for method, (quantizer, config) in _THEIRS.items():
-        auto.AUTO_QUANTIZER_MAPPING[method], auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = quantizer, config
-    _THEIRS.clear()
+def enable(wanted: bool) -> None:
+    global _enabled
+    if wanted:
+        stand_in()
+    _enabled = wanted
 
 
-def is_registered() -> bool:
-    return bool(_THEIRS)
+@contextlib.contextmanager
+def reading_to(device: torch.device) -> Iterator[None]:
+    """What this thread's `from_pretrained` reads meanwhile becomes layers on the device."""
+    stand_in()
+    inside, where = _INSIDE.set(True), _DEVICE.set(device)
+    try:
+        yield
+    finally:
+        _INSIDE.reset(inside)
+        _DEVICE.reset(where)

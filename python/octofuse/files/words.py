@@ -25,5 +25,19 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     return codes.flatten(1)[:, :count]
 
 
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Codes `[R, C]`, 0 to 2^bits - 1 -> int32 `[R, ceil(C * bits / 32)]`."""
+    rows, count = codes.shape
+    periods = -(-count // _OF_PERIOD)
+    of_period = pad(codes.to(torch.int32), (0, periods * _OF_PERIOD - count)).view(rows, periods, _OF_PERIOD)
+    words = torch.zeros(rows, periods, bits, dtype=torch.int32, device=codes.device)
+    for i in range(_OF_PERIOD):
+        word, shift = divmod(i * bits, 32)
+        words[..., word] |= of_period[..., i] << shift
+        if shift + bits > 32:
+            words[..., word + 1] |= of_period[..., i] >> 32 - shift
+    return words.flatten(1)[:, : words_of(count, bits)]
+
+
 def words_of(count: int, bits: int) -> int:
     return -(-count * bits // 32)

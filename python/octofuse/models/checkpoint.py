@@ -6,11 +6,13 @@ lie in model.safetensors: transformers skips quantisation methods that it does n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from octofuse.nn import QUANTISED, empty_layer, linear_layers, replace_module
+from octofuse.nn import QUANTISED, PackedLinear, empty_layer, linear_layers, replace_module
 from octofuse.nn.linear import weight_of
 from octofuse.quant import scheme_named
+from octofuse.quant.weight_only import GROUPS
 
 METHOD = "octofuse"
 VERSION = 3  # 1, 2: low-bit codes lay in other orders
@@ -48,13 +51,8 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> None:
 
     Raises ValueError if the model holds no quantised layer, FileExistsError if the folder exists and is not empty.
     """
-    folder = Path(folder)
     quantization = {"quant_method": METHOD, **_schemes_of(model), "version": VERSION, "how_to_load": _HOW_TO_LOAD}
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"folder: expected a new or empty folder, got {folder}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with new_folder(folder) as partial:
         config = model.config.to_dict()  # type: ignore[operator,union-attr]
         config |= {"architectures": [type(model).__name__], "quantization_config": quantization}
         (partial / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
@@ -63,6 +61,21 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> None:
         shutil.copymode(partial / "config.json", partial / WEIGHTS)  # save_file lets nobody but its owner read it
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+
+
+@contextlib.contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """A folder beside it to write to, which gets its name when all has been written, and is gone otherwise.
+
+    Raises FileExistsError if the folder exists and is not empty.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"folder: expected a new or empty folder, got {folder}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield partial
         partial.chmod(0o755)
         if folder.exists():
             folder.rmdir()
@@ -77,6 +90,10 @@ def _schemes_of(model: nn.Module) -> dict[str, Any]:
     found = {name: m.scheme.name for name, m in model.named_modules() if isinstance(m, QUANTISED)}
     if not found:
         raise ValueError("model: expected a model that quantize_ has changed, got one without quantised layers")
+    for name, module in model.named_modules():
+        group = getattr(getattr(module, "scheme", None), "group", None)
+        if name in found and group not in (None, *GROUPS):
+            raise ValueError(f"{name}: expected groups of {', '.join(map(str, GROUPS))} columns, or a row, got {group}")
     most = Counter(found.values()).most_common(1)[0][0]
     usual = linear_layers(model)
     others = {name: found.get(name) for name in (*usual, *found) if found.get(name) != most or name not in usual}
@@ -125,6 +142,10 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> nn.Module:
     except SafetensorError as error:
         raise ValueError(f"{folder / WEIGHTS}: not a whole safetensors file: {error}") from error
     model = _empty_model(config, quantization["scheme"], quantization.get("layers", {}))
+    for name in tensors:
+        owner, _, own = name.rpartition(".")
+        if own == "order" and isinstance(layer := dict(model.named_modules()).get(owner), PackedLinear):
+            layer.order = torch.empty(layer.in_features, dtype=torch.int64)
     _check_tensors(folder, model, tensors)
     # assign: the tensors become the model's own, in the dtype that the file holds.
     model.load_state_dict(tensors, strict=False, assign=True)

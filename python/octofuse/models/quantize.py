@@ -36,7 +36,8 @@ def quantize_(
     exceptions: Mapping[str, str | AnyScheme | None] | None = None,
     progress: bool = True,
 ) -> Model:
-    """Quantise the model's linears in place and return it, its parameters frozen; quantised layers have a gradient for their input alone.
+    """Quantise the model's linears in place and return it, its parameters frozen; quantised layers have a gradient for
+    their input alone.
 
     Args:
         model: a transformers model, or any module with nn.Linear or Conv1D layers.
