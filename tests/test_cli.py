@@ -47,6 +47,18 @@ def test_static_scheme_reads_a_calibration_text(tmp_path) -> None:
     [
         (("generate", "no/such/folder", "x"), "no/such/folder"),
         (("quantize", "embedded", "-o", "{tmp}/q", "--scheme", "w2a2"), "scheme: expected a name such as"),
+        (
+            ("quantize", "embedded", "-o", "{tmp}/q", "--format", "gguf"),
+            "format: expected one of compressed-tensors, octofuse",
+        ),
+        (
+            ("quantize", "embedded", "-o", "{tmp}/q", "--format", "compressed-tensors"),
+            "expected nn.Linear in GPT2LMHeadModel",
+        ),
+        (
+            ("quantize", "embedded", "-o", "{tmp}/q", "--format", "compressed-tensors", "--scheme", "bcq-q3-g128"),
+            "scheme: expected a scheme that compressed-tensors knows",
+        ),
         (("quantize", "embedded", "-o", "{full}"), "expected a new or empty folder"),
         (("quantize", "{int8}", "-o", "{tmp}/q"), "quantised already"),
         (("generate", "embedded", ""), "prompt: expected at least one token"),

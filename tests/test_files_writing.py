@@ -85,7 +85,7 @@ def test_mixed_schemes_shards_and_heads(tmp_path: Path) -> None:
         (
             "llama",
             "w4a16-g32",
-            r"model\.layers\.0\..*: expected a scheme that compressed-tensors knows, got w4a16-g32; .* -int",
+            r"model\.layers\.0\..*: expected a scheme that compressed-tensors knows, got w4a16-g32; .* with -int",
         ),
         ("llama", "bcq-q3-g32", r"expected a scheme that compressed-tensors knows, got bcq-q3-g32"),
         ("gpt2", "w8a8-dynamic", r"transformer\.h\.0\..*: expected nn\.Linear in GPT2LMHeadModel, got Conv1D"),

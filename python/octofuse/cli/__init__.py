@@ -86,13 +86,18 @@ def quantize(
         typer.Option(help="with --distill: codes of uniform schemes too, on text that the float model writes as well"),
     ] = False,
     tokenizer: Annotated[bool, typer.Option(help="whether the folder gets the model's tokenizer")] = True,
+    form: Annotated[
+        str, typer.Option("--format", help="octofuse, or compressed-tensors, which transformers and vLLM read too")
+    ] = "octofuse",
     device: Device = "auto",
 ) -> None:
     """Quantise a model and write it, with its tokenizer, to a folder."""
     with _plain_errors():
         from octofuse.cli.quantize import run_quantize
 
-        run_quantize(console, model, output, scheme, exceptions or [], calibration, distill, codes, tokenizer, device)
+        run_quantize(
+            console, model, output, scheme, exceptions or [], calibration, distill, codes, tokenizer, form, device
+        )  # fmt: skip
 
 
 @app.command()

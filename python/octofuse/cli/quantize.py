@@ -10,8 +10,9 @@ from torch import Tensor
 
 from octofuse.cli.common import calibration_batches, exceptions_of, load_float, pick_device, warn_of_fallbacks
 from octofuse.cli.files import expect_new_folder, expect_text
+from octofuse.files.writing import FORMATS_WRITTEN, check_scheme, save_pretrained
 from octofuse.generate import own_text
-from octofuse.models import distill_, quantize_, save, weight_bytes
+from octofuse.models import distill_, quantize_, weight_bytes
 from octofuse.models.distill import has_trainable_codes
 from octofuse.quant import AnyScheme, WeightOnly, scheme_named
 
@@ -28,12 +29,18 @@ def run_quantize(
     distill: int,
     codes: bool,
     with_tokenizer: bool,
+    form: str,
     device: str,
 ) -> None:
     chosen = scheme_named(scheme)
     others = exceptions_of(exceptions)
     needed = [chosen, *(scheme_named(other) for other in others.values() if other is not None)]
     _check_training(needed, scheme, distill, codes)
+    if form not in FORMATS_WRITTEN:
+        raise ValueError(f"format: expected one of {', '.join(FORMATS_WRITTEN)}, got {form!r}")
+    if form == "compressed-tensors":
+        for one in needed:
+            check_scheme("scheme", one)
     where = pick_device(device)
     expect_new_folder(output)
     expect_text("calibration", calibration)
@@ -47,7 +54,7 @@ def run_quantize(
     if distill > 0:
         divergence = _distill(loaded, load_float(model, where)[0], batches, distill, codes)
         console.print("KL divergence from the float model: {:.4f} -> {:.4f} nats a token".format(*divergence))
-    save(loaded, output, tokenizer)
+    save_pretrained(loaded, output, tokenizer, format=form)
     warn_of_fallbacks(loaded)
     console.print(f"{output}: {scheme}, {before / 1e6:.1f} MB -> {weight_bytes(loaded) / 1e6:.1f} MB of weights")
 

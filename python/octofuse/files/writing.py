@@ -17,8 +17,9 @@ from octofuse.files.compressed_tensors import PACKED, UNPACKED
 from octofuse.files.headers import INDEX
 from octofuse.files.words import pack_words
 from octofuse.models.checkpoint import new_folder, save
-from octofuse.nn import QUANTISED, Int8Linear, WeightOnlyLinear
+from octofuse.nn import QUANTISED, Int8Linear
 from octofuse.nn.linear import is_conv1d
+from octofuse.quant import AnyScheme, Scheme
 from octofuse.quant.packing import unpack
 
 FORMATS_WRITTEN = ("compressed-tensors", "octofuse")
@@ -65,6 +66,16 @@ def save_pretrained(
             tokenizer.save_pretrained(partial)
 
 
+def check_scheme(name: str, scheme: AnyScheme) -> None:
+    """ValueError for one that compressed-tensors has no words for; name: what has it."""
+    if isinstance(scheme, Scheme):
+        return
+    is_grid = scheme.code == "grid" and scheme.bits > 1
+    if not is_grid or not (scheme.zero_points or scheme.integer_zero or scheme.bits == 8):
+        hint = "; its zero lies between two codes: take the scheme with -int" if is_grid else ""
+        raise ValueError(f"{name}: expected a scheme that compressed-tensors knows, got {scheme.name}{hint}")
+
+
 def _refuse_conv1d(model: Any, layers: Mapping[str, nn.Module]) -> None:
     """What a plain model of this class has there decides how a file is read."""
     with torch.device("meta"):
@@ -85,11 +96,7 @@ def _tensors_of(name: str, layer: Any) -> dict[str, Tensor]:
         found = {"weight": layer.weight, "weight_scale": scale}
         return found if layer.input_scale is None else found | {"input_scale": layer.input_scale.view(1)}
     scheme = layer.scheme
-    if not isinstance(layer, WeightOnlyLinear) or scheme.bits == 1 or (layer.zeros is None and scheme.bits < 8):
-        hint = (
-            "; quantise to the same name with -int" if isinstance(layer, WeightOnlyLinear) and scheme.bits > 1 else ""
-        )
-        raise ValueError(f"{name}: expected a scheme that compressed-tensors knows, got {scheme.name}{hint}")
+    check_scheme(name, scheme)
     if layer.order is not None:
         raise ValueError(f"{name}: expected columns in their own order, got activation order")
     n, k = layer.out_features, layer.in_features
