@@ -259,6 +259,26 @@ def test_what_no_linear_takes_is_named(tmp_path: Path) -> None:
         octofuse.from_pretrained(write_folder(source, tmp_path / "b", gone, written.config))
 
 
+def test_scales_that_the_dtype_cannot_hold(tmp_path: Path) -> None:
+    source = model_of("llama", torch.bfloat16)
+    written = Gptq(source, 4, 32)
+    large = {name: t * 1e8 if name.endswith("scales") else t for name, t in written.tensors.items()}
+    folder = write_folder(source, tmp_path / "model", large, written.config)
+    octofuse.from_pretrained(folder)
+    with pytest.raises(ValueError, match=r"scales: expected values that torch\.float16 holds"):
+        octofuse.from_pretrained(folder, dtype=torch.float16)
+
+
+def test_packing_in_parts_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = model_of("llama")
+    written = Gptq(source, 3, 32, order=True)
+    folder = write_folder(source, tmp_path / "model", written.tensors, written.config)
+    whole = octofuse.from_pretrained(folder).state_dict()
+    monkeypatch.setattr("octofuse.files.formats.AT_ONCE", 2048)
+    parts = octofuse.from_pretrained(folder).state_dict()
+    assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
+
+
 def test_activation_order_is_kept_by_save(tmp_path: Path) -> None:
     source = model_of("llama")
     written = Gptq(source, 4, 32, order=True)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from octofuse.nn import WeightOnlyLinear, empty_layer
 from octofuse.quant import WeightOnly
-from octofuse.quant.packing import pack
+from octofuse.quant.packing import TILE_ROWS, pack
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+AT_ONCE = 1 << 24  # weights that are packed at a time: it takes some 16 bytes for each
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,14 @@ def weight_only_layer(
         raise ValueError(f"zero points: expected 0 to 255, got {int(zero.min())} to {int(zero.max())}")
     scheme = WeightOnly(bits, group if group is None or group < k else None, zero_points=zero is not None,
                         integer_zero=zero is None)  # fmt: skip
-    layer = empty_layer(k, n, bias=False, scheme=scheme, dtype=dtype)
+    with torch.device("meta"):
+        layer = empty_layer(k, n, bias=False, scheme=scheme, dtype=dtype)
     assert isinstance(layer, WeightOnlyLinear)
-    layer.packed = pack(codes, bits)
+    rows = max(1, AT_ONCE // (TILE_ROWS * k)) * TILE_ROWS
+    layer.packed = torch.cat([pack(part, bits) for part in codes.split(rows)])
     layer.scale = scale.to(dtype).t().contiguous()
+    if not bool(torch.isfinite(layer.scale).all()):
+        raise ValueError(f"scales: expected values that {dtype} holds, got larger ones; ask for another dtype")
     layer.zero = None if zero is None else zero.to(torch.uint8).t().contiguous()
     layer.order = order
     return layer
