@@ -135,6 +135,22 @@ def test_the_search_for_a_range_never_loses(bits: int) -> None:
         assert error(found, w) < 0.9 * error(plain, w)
 
 
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("search", [False, True])
+def test_one_integer_zero(bits: int, search: bool) -> None:
+    """Every value at its nearest level, -zero to 2^bits - 1 - zero steps; a search never loses more."""
+    w = torch.randn(20, 192, generator=torch.Generator().manual_seed(bits))
+    zero = 1 << bits - 1
+    found = quantize_rows(w, bits, 64, zero=zero, search=search)
+    assert found.zero == zero
+    steps = w / found.scale.repeat_interleave(64, 1)
+    want = steps.round().clamp(-zero, (1 << bits) - 1 - zero)
+    assert torch.equal(found.codes.float() - zero, want)
+    assert torch.equal(found.dequantized(), want * found.scale.repeat_interleave(64, 1))
+    plain = quantize_rows(w, bits, 64, zero=zero)
+    assert (found.dequantized() - w).norm() <= (plain.dequantized() - w).norm()
+
+
 def test_grids_take_zeros_and_refuse_nan() -> None:
     w = weight()
     w[3] = 0
