@@ -285,6 +285,8 @@ def test_activation_order_is_kept_by_save(tmp_path: Path) -> None:
     model = octofuse.from_pretrained(write_folder(source, tmp_path / "model", written.tensors, written.config))
     octofuse.models.save(model, tmp_path / "own")
     tokens = torch.tensor([[1, 2, 3]])
+    with pytest.raises(ValueError, match=r"model: expected columns in their own order, got .* in model\.layers\.0"):
+        octofuse.models.distill_(model, source, [tokens], steps=1, progress=False)
     assert torch.equal(octofuse.from_pretrained(tmp_path / "own")(tokens).logits, model(tokens).logits)
 
 

@@ -150,6 +150,8 @@ def distill_(
     if not layers or others:
         found = ", ".join(sorted(others)) or "none"
         raise ValueError(f"model: expected packed layers and no other quantised ones, got {found}")
+    if ordered := [name for name, layer in layers.items() if layer.order is not None]:
+        raise ValueError(f"model: expected columns in their own order, got activation order in {ordered[0]}")
     if any(isinstance(module, QUANTISED) for module in teacher.modules()):
         raise ValueError("teacher: expected the float model, got a quantised one")
     ids = list(batches)
