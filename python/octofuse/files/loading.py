@@ -26,9 +26,7 @@ from octofuse.nn.linear import is_conv1d
 FORMATS: dict[str, type[Format]] = {"compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq}
 # Scales of a quantised cache: this library's caches measure their own, for every token and head. The other: computed.
 _LEFT_OUT = re.compile(r"\.(?:[kqv]_scale|[kv]_zero_point|rotary_emb\.inv_freq)$")
-
-
-_OF_QUANTISED = {"qweight", "qzeros", "weight_packed", "weight_zero_point"}
+_OF_QUANTISED = {"qweight", "qzeros", "weight_packed", "weight_zero_point"}  # tensors that no other layer has
 
 
 class _Waiting(nn.Module):

@@ -105,11 +105,11 @@ def is_checkpoint(folder: str | Path) -> bool:
     path = Path(folder) / "config.json"
     if not path.is_file():
         return False
-    found = _config_of(path).get("quantization_config") or {}
+    found = json_of(path).get("quantization_config") or {}
     return bool(found.get("quant_method") == METHOD)
 
 
-def _config_of(path: Path) -> dict[str, Any]:
+def json_of(path: Path) -> dict[str, Any]:
     """ValueError that names the file where it is broken."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -133,7 +133,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> nn.Module:
         raise ValueError(f"{folder / 'config.json'}: expected quant_method {METHOD!r}; this is no octofuse checkpoint")
     if not (folder / WEIGHTS).is_file():
         raise FileNotFoundError(f"{folder / WEIGHTS}: not found; the checkpoint is incomplete")
-    config = _config_of(folder / "config.json")
+    config = json_of(folder / "config.json")
     quantization = config.pop("quantization_config")
     if quantization.get("version") != VERSION:
         raise ValueError(f"{folder}: expected checkpoint version {VERSION}, got {quantization.get('version')}")
