@@ -123,7 +123,7 @@ def interrupt(*_, **__):
         time.sleep(5)
     except BaseException as error:
         {turned} error
-quantize.save = interrupt
+quantize.save_pretrained = interrupt
 main()
 """
     words = ["quantize", "embedded", "-o", str(tmp_path / "q"), "--device", "cpu"]
