@@ -87,7 +87,7 @@ def quantize(
     ] = False,
     tokenizer: Annotated[bool, typer.Option(help="whether the folder gets the model's tokenizer")] = True,
     form: Annotated[
-        str, typer.Option("--format", help="octofuse, or compressed-tensors, which transformers and vLLM read too")
+        str, typer.Option("--format", help="octofuse, or compressed-tensors, which transformers reads too")
     ] = "octofuse",
     device: Device = "auto",
 ) -> None:

@@ -1,4 +1,4 @@
-"""A quantised model as a checkpoint of compressed-tensors, which transformers, vLLM and others read."""
+"""A quantised model as a checkpoint of compressed-tensors, for transformers and others."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def save_pretrained(
         model: one that `quantize_` has changed, or that `octofuse.from_pretrained` has read.
         folder: new, or empty.
         format: "compressed-tensors": int8 layers, dynamic or static, and weights of 2 to 8 bits with zero points or an
-            integer zero ("w4a16-g128-int", "w4a16-g128-zp", "w8a16"), of nn.Linear, not GPT-2's Conv1D; transformers, vLLM
-            and `octofuse.from_pretrained` read it. "octofuse": every scheme, for `octofuse.from_pretrained` alone.
+            integer zero ("w4a16-g128-int", "w4a16-g128-zp", "w8a16"), of nn.Linear, not GPT-2's Conv1D; transformers and
+            `octofuse.from_pretrained` read it. "octofuse": every scheme, for `octofuse.from_pretrained` alone.
         max_shard_size: bytes of a file, or "5GB"; of compressed-tensors.
 
     Raises:
