@@ -279,6 +279,16 @@ def test_packing_in_parts_gives_the_same_bits(tmp_path: Path, monkeypatch: pytes
     assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
 
 
+def test_scales_of_a_quantised_cache_are_left_out(tmp_path: Path) -> None:
+    source = model_of("llama")
+    written = Gptq(source, 4, 32)
+    more = {f"model.layers.{i}.self_attn.{own}": torch.ones(1) for i in range(2) for own in ("k_scale", "v_scale")}
+    folder = write_folder(source, tmp_path / "model", written.tensors, written.config)
+    whole = load_file(folder / "model.safetensors")
+    save_file(whole | more, folder / "model.safetensors", metadata={"format": "pt"})
+    check(folder, source, written.weights)
+
+
 def test_activation_order_is_kept_by_save(tmp_path: Path) -> None:
     source = model_of("llama")
     written = Gptq(source, 4, 32, order=True)

@@ -48,7 +48,7 @@ def test_wrong_tensors_are_named(own: str, change: Any, message: str, tmp_path: 
     source = model_of("llama")
     written = Gptq(source, 4, 32)
     folder = write_folder(source, tmp_path / "model", edited(written.tensors, own, change), written.config)
-    with pytest.raises(ValueError, match=rf"{LAYER}\.{message}"):
+    with pytest.raises(ValueError, match=rf"model\.safetensors: {LAYER}\.{message}"):
         octofuse.from_pretrained(folder)
 
 
@@ -125,6 +125,16 @@ def test_compressed_settings_and_values_that_are_not_served(tmp_path: Path) -> N
     assert type(model.get_submodule(LAYER)) is nn.Linear
     with pytest.raises(ValueError, match=r"up_proj\.weight_scale: missing"):
         octofuse.from_pretrained(write_folder(source, tmp_path / "e", kept, config))
+
+
+def test_names_that_are_no_folders(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"model: .*/none: no such folder"):
+        octofuse.from_pretrained(tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="model: expected a folder or a hub name, got the file"):
+        octofuse.from_pretrained(tmp_path / "file")
+    with pytest.raises(ValueError, match="device_map: expected device in its place, got 'auto'"):
+        octofuse.from_pretrained(tmp_path, device_map="auto")
 
 
 def test_broken_files(tmp_path: Path) -> None:

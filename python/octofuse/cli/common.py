@@ -21,9 +21,8 @@ from octofuse.cli.files import expect_model, expect_tokenizer, folder_of, read_t
 from octofuse.files import from_pretrained
 from octofuse.files.headers import method_of
 from octofuse.generate import generate
-from octofuse.models import fallbacks, load, perplexity
+from octofuse.models import fallbacks, perplexity
 from octofuse.models.architecture import decodes
-from octofuse.models.checkpoint import is_checkpoint
 
 CALIBRATION_BATCHES = 8
 CALIBRATION_BATCH = 4
@@ -88,11 +87,8 @@ def load_any(model: str, device: torch.device) -> tuple[Any, Any]:
         return load_float(model, device)
     name = expect_model(model)
     expect_tokenizer(name)
-    if is_checkpoint(folder):
-        loaded = load(name, device)
-    else:
-        quiet_transformers()
-        loaded = from_pretrained(name, device, dtype="auto" if device.type == "cuda" else torch.float32)
+    quiet_transformers()
+    loaded = from_pretrained(name, device, dtype="auto" if device.type == "cuda" else torch.float32)
     warn_of_fallbacks(loaded)
     return loaded, load_tokenizer(name)
 

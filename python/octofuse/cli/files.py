@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from octofuse.assets import EMBEDDED
+from octofuse.files.headers import local_folder
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "spiece*", "*.tiktoken")
 
@@ -25,14 +26,9 @@ def expect_model(model: str) -> str:
     Raises FileNotFoundError for what can only be a path and is not there, ValueError for a file that is broken.
     """
     name = folder_of(model)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    if (folder := local_folder(name)) is not None:
         expect_whole(folder)
         return str(folder)
-    if folder.exists():
-        raise ValueError(f"model: expected a folder, a hub name or 'embedded', got the file {name}")
-    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
-        raise FileNotFoundError(f"model: {name}: no such folder")
     print(f"{name}: no such folder; asking the hub for a model of this name", file=sys.stderr)
     return name
 

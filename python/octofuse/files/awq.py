@@ -10,8 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octofuse.files.formats import FLOATS, Format, Stored, Want, checked_scales, weight_only_layer
-from octofuse.files.gptq import group_size
+from octofuse.files.formats import (
+    FLOATS,
+    Format,
+    Stored,
+    Want,
+    checked_scales,
+    group_size,
+    is_one_of,
+    weight_only_layer,
+)
 
 _CHANNEL_AT = (0, 2, 4, 6, 1, 3, 5, 7)  # of a word's nibbles, the lowest first
 _NIBBLE_OF = tuple(_CHANNEL_AT.index(channel) for channel in range(8))
@@ -51,9 +59,9 @@ class Awq(Format):
         bits = config.get("bits", config.get("w_bit", 4))
         if version != "gemm":
             raise ValueError(f"version: expected 'gemm', got {version!r}")
-        if bits != 4:
+        if not is_one_of(bits, (4,)):
             raise ValueError(f"bits: expected 4, got {bits!r}")
-        self.kind = _Awq(group_size({"group_size": config.get("group_size", config.get("q_group_size", 128))}))
+        self.kind = _Awq(group_size(config.get("group_size", config.get("q_group_size", 128))))
 
     def stored(self, name: str, module: nn.Module, names: frozenset[str]) -> Stored | None:
         return self.kind if "qweight" in names else None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octofuse.files.formats import FLOATS, Format, Stored, Want, checked_scales, weight_only_layer
+from octofuse.files.formats import FLOATS, Format, Stored, Want, checked_scales, is_one_of, weight_only_layer
 from octofuse.files.words import unpack_words, words_of
 from octofuse.nn import Int8Linear
 from octofuse.quant import Scheme
@@ -132,7 +132,7 @@ def _patterns(what: str, given: Any) -> list[str]:
         raise ValueError(f"{what}: expected a list of names, got {given!r}")
     for one in given:
         try:
-            re.compile(one.removeprefix("re:"))
+            re.compile(one.removeprefix("re:") if one.startswith("re:") else "")
         except re.error as error:
             raise ValueError(f"{what}: expected regular expressions, got {one!r}: {error}") from None
     return list(given)
@@ -153,7 +153,7 @@ def _stored_of(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -
     form = group.get("format") or config.get("format")  # of all groups "mixed-precision", where they differ
 
     def expect(what: str, got: Any, *allowed: Any) -> None:
-        if not any(type(got) is type(one) and got == one for one in allowed):
+        if not is_one_of(got, allowed):
             expected = " or ".join(map(repr, allowed))
             raise ValueError(f"config_groups.{name}.{what}: expected {expected}, got {got!r}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,20 @@ class Format(ABC):
     @abstractmethod
     def stored(self, name: str, module: nn.Module, names: frozenset[str]) -> Stored | None:
         """Of the linear `name`, of which the file has the tensors `names`; None: it stays in floating point."""
+
+
+def is_one_of(got: Any, allowed: Iterable[Any]) -> bool:
+    """By value and type: JSON's true is no 1, and 4.0 no 4."""
+    return any(type(got) is type(one) and got == one for one in allowed)
+
+
+def group_size(size: Any) -> int | None:
+    """Columns of a group, as GPTQ and AWQ write it; None for -1, a row."""
+    if size in (-1, None):
+        return None
+    if type(size) is not int or size < 1:
+        raise ValueError(f"group_size: expected -1 or at least 1, got {size!r}")
+    return size
 
 
 def checked_scales(name: str, scales: Tensor) -> Tensor:

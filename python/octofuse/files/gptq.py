@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octofuse.files.formats import FLOATS, Format, Stored, Want, checked_scales, weight_only_layer
+from octofuse.files.formats import (
+    FLOATS,
+    Format,
+    Stored,
+    Want,
+    checked_scales,
+    group_size,
+    is_one_of,
+    weight_only_layer,
+)
 from octofuse.files.words import unpack_words, words_of
 
 
@@ -70,24 +79,14 @@ class Gptq(Format):
             ("checkpoint_format", form, ("gptq", "gptq_v2")),
             ("bits", config.get("bits"), (2, 3, 4, 8)),
         ):
-            if not any(type(got) is type(one) and got == one for one in allowed):
+            if not is_one_of(got, allowed):
                 raise ValueError(f"{name}: expected one of {', '.join(map(str, allowed))}, got {got!r}")
         settings = config.get("dynamic") or {}
         if not isinstance(settings, Mapping) or any(
             own for key, own in settings.items() if not str(key).startswith("-:")
         ):
             raise ValueError("dynamic: expected layers that are left out, got settings for single layers")
-        self.kind = _Gptq(config["bits"], group_size(config), form == "gptq")
+        self.kind = _Gptq(config["bits"], group_size(config.get("group_size", 128)), form == "gptq")
 
     def stored(self, name: str, module: nn.Module, names: frozenset[str]) -> Stored | None:
         return self.kind if "qweight" in names else None
-
-
-def group_size(config: Mapping[str, Any]) -> int | None:
-    """None for -1, a row."""
-    size = config.get("group_size", 128)
-    if size in (-1, None):
-        return None
-    if type(size) is not int or size < 1:
-        raise ValueError(f"group_size: expected -1 or at least 1, got {size!r}")
-    return size

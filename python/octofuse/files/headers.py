@@ -29,6 +29,21 @@ class Header:
     file: Path
 
 
+def local_folder(name: str) -> Path | None:
+    """The folder of this name; None for what may be a hub name.
+
+    Raises FileNotFoundError for what can only be a path and is not there, ValueError for a file.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ValueError(f"model: expected a folder or a hub name, got the file {name}")
+    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
+        raise FileNotFoundError(f"model: {name}: no such folder")
+    return None
+
+
 def method_of(folder: Path) -> str | None:
     """The quant_method that a folder's config.json names; None: it names none.
 

@@ -19,7 +19,7 @@ from octofuse.files.awq import Awq
 from octofuse.files.compressed_tensors import CompressedTensors
 from octofuse.files.formats import FLOATS, Format, Stored, Want
 from octofuse.files.gptq import Gptq
-from octofuse.files.headers import Header, method_of, read_headers, weight_files
+from octofuse.files.headers import Header, local_folder, method_of, read_headers, weight_files
 from octofuse.nn import linear_layers, output_heads, replace_module
 from octofuse.nn.linear import is_conv1d
 
@@ -35,6 +35,7 @@ class _Waiting(nn.Module):
     def __init__(self, n: int, k: int, stored: Stored, headers: Mapping[str, Header]) -> None:
         super().__init__()
         self.n, self.k, self.stored = n, k, stored
+        self.file = next(iter(headers.values())).file
         for name, header in headers.items():
             empty = torch.empty(header.shape, dtype=header.dtype, device="meta")
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
@@ -85,7 +86,7 @@ class Reader:
             try:
                 layer = module.layer(self.dtype, self.device)
             except ValueError as error:
-                raise ValueError(f"{name}.{error}") from None
+                raise ValueError(f"{module.file}: {name}.{error}") from None
             replace_module(model, name, layer)
         model.requires_grad_(False)
 
@@ -205,8 +206,8 @@ def from_pretrained(
     if "device_map" in options:
         raise ValueError(f"device_map: expected device in its place, got {options['device_map']!r}")
     device = torch.device(device)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = local_folder(str(name))
+    if folder is not None:
         if is_checkpoint(folder):
             return load(folder, device)
         method_of(folder)
@@ -217,7 +218,7 @@ def from_pretrained(
 
     with reading_to(device):
         model, report = AutoModelForCausalLM.from_pretrained(
-            str(folder) if folder.is_dir() else str(name), dtype=dtype, output_loading_info=True, **options
+            str(folder or name), dtype=dtype, output_loading_info=True, **options
         )
     _refuse_gaps(name, report)
     return model.to(device).eval().requires_grad_(False)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from octofuse.files.compressed_tensors import PACKED, UNPACKED
 from octofuse.files.headers import INDEX
 from octofuse.files.words import pack_words
-from octofuse.models.checkpoint import new_folder, save
+from octofuse.models.checkpoint import new_folder, save, unique_tensors
 from octofuse.nn import QUANTISED, Int8Linear
 from octofuse.nn.linear import is_conv1d
 from octofuse.quant import AnyScheme, Scheme
@@ -107,8 +107,6 @@ def _tensors_of(name: str, layer: Any) -> dict[str, Tensor]:
         "weight_scale": layer.scale.t(),
         "weight_shape": torch.tensor([n, k]),
     }
-    if layer.zero is None and layer.zeros not in (None, 1 << scheme.bits - 1):
-        raise ValueError(f"{name}: expected the zero {1 << scheme.bits - 1}, got {layer.zeros}")
     return found if layer.zero is None else found | {"weight_zero_point": pack_words(layer.zero, scheme.bits).t()}
 
 
@@ -154,21 +152,12 @@ def _write_config(model: Any, folder: Path, quantization: dict[str, Any]) -> Non
 
 
 def _all_tensors(model: nn.Module, written: Mapping[str, dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The state dict with the layers' tensors as the format has them; tied tensors once, under their first name."""
-    own = {f"{name}.{key}" for name in written for key in _buffers_of(model.get_submodule(name))}
-    seen: set[int] = set()
-    found: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if name in own or (tensor.numel() > 0 and tensor.data_ptr() in seen):
-            continue
-        seen.add(tensor.data_ptr())
-        found[name] = tensor.detach()
-    found |= {f"{name}.{key}": tensor for name, tensors in written.items() for key, tensor in tensors.items()}
-    return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
-
-
-def _buffers_of(layer: nn.Module) -> list[str]:
-    return [name for name, _ in layer.named_buffers(recurse=False) if name != "bias"]
+    """The state dict with the layers' tensors as the format has them."""
+    layers = {name: model.get_submodule(name) for name in written}
+    own = {f"{name}.{key}" for name, layer in layers.items() for key, _ in layer.named_buffers() if key != "bias"}
+    found = {name: tensor for name, tensor in unique_tensors(model).items() if name not in own}
+    more = {f"{name}.{key}": tensor for name, tensors in written.items() for key, tensor in tensors.items()}
+    return found | {name: tensor.detach().cpu().contiguous() for name, tensor in more.items()}
 
 
 def _write_tensors(tensors: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> None:

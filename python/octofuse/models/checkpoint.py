@@ -57,7 +57,7 @@ def save(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> None:
         config |= {"architectures": [type(model).__name__], "quantization_config": quantization}
         (partial / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
         (partial / "README.md").write_text(_README.format(scheme=quantization["scheme"], weights=WEIGHTS))
-        save_file(_unique_tensors(model), partial / WEIGHTS, metadata={"format": "pt"})
+        save_file(unique_tensors(model), partial / WEIGHTS, metadata={"format": "pt"})
         shutil.copymode(partial / "config.json", partial / WEIGHTS)  # save_file lets nobody but its owner read it
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
@@ -142,9 +142,9 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> nn.Module:
     except SafetensorError as error:
         raise ValueError(f"{folder / WEIGHTS}: not a whole safetensors file: {error}") from error
     model = _empty_model(config, quantization["scheme"], quantization.get("layers", {}))
-    for name in tensors:
-        owner, _, own = name.rpartition(".")
-        if own == "order" and isinstance(layer := dict(model.named_modules()).get(owner), PackedLinear):
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    for name, layer in packed.items():
+        if f"{name}.order" in tensors:
             layer.order = torch.empty(layer.in_features, dtype=torch.int64)
     _check_tensors(folder, model, tensors)
     # assign: the tensors become the model's own, in the dtype that the file holds.
@@ -186,7 +186,7 @@ def _random_model(config: dict[str, Any], dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
+def unique_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The state dict with tied tensors once, under their first name."""
     seen: set[int] = set()
     unique: dict[str, Tensor] = {}
@@ -199,7 +199,7 @@ def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_tensors(folder: Path, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    expected = _unique_tensors(model)
+    expected = unique_tensors(model)
     problems = [f"{name}: missing" for name in expected if name not in tensors]
     problems += [f"{name}: unexpected" for name in tensors if name not in expected]
     for name, want in expected.items():
