@@ -163,7 +163,7 @@ def test_models_whose_norms_others_read(kind: str, settings: dict[str, Any], mes
 
 def test_smoothing_serves_a_llama(tmp_path) -> None:
     costs = {}
-    for scheme in ("w8a8-static", "w8a8-static-smooth", "w3a16-g32-mse", "w3a16-g32-awq"):
+    for scheme in ("w8a8-static", "w8a8-static-smooth", "w4a16-g32-mse", "w4a16-g32-awq"):
         model = with_outliers(small("llama"))
         want = model(ids()).logits
         quantize_(model, scheme, [ids()], progress=False)
@@ -172,7 +172,7 @@ def test_smoothing_serves_a_llama(tmp_path) -> None:
         save(model, tmp_path / scheme)
         assert torch.equal(load(tmp_path / scheme)(ids()).logits, got)
     assert costs["w8a8-static-smooth"] < 0.5 * costs["w8a8-static"]
-    assert costs["w3a16-g32-awq"] < 0.8 * costs["w3a16-g32-mse"]
+    assert costs["w4a16-g32-awq"] < 0.5 * costs["w4a16-g32-mse"]
 
 
 def test_linears_beside_a_smoothed_one() -> None:
@@ -238,7 +238,7 @@ def test_a_checkpoint_comes_back_as_its_class(kind: str, architecture: str, sche
     assert torch.equal(again(ids())[0], model(ids())[0])
 
 
-@pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w4a16-g32"])
+@pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w6a16-g32"])
 def test_an_encoder_and_decoder(scheme: str) -> None:
     """T5 asks its linears' weights for their dtype."""
     sizes = {"d_model": WIDTH, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8, "decoder_start_token_id": 0}
@@ -248,7 +248,7 @@ def test_an_encoder_and_decoder(scheme: str) -> None:
     kinds = {type(m) for m in model.modules()}
     assert kinds & {Int8Linear, WeightOnlyLinear}
     got = model(input_ids=ids(), labels=ids()).logits
-    assert (got - want).norm() / want.norm() < 0.2
+    assert (got - want).norm() / want.norm() < 0.1
 
 
 def test_codes_train_on_text_that_the_model_writes() -> None:

@@ -20,6 +20,7 @@ from octofuse.quant import WeightOnly
 NAMES = (
     "w8a16",
     "w6a16-g32",
+    "w5a16-g32-half",
     "w5a16-g64-zp",
     "w4a16-g32-gptq",
     "w4a16-g32-zp-awq",
@@ -78,7 +79,7 @@ def test_epilogues(device: str, name: str) -> None:
         if isinstance(layer, BCQLinear):
             return bcq_linear(x, layer.packed, layer.alpha, None, layer.bias, **more)
         assert isinstance(layer, WeightOnlyLinear)
-        return woq_linear(x, layer.packed, layer.scale, layer.zero, layer.bias, bits=layer.scheme.bits, **more)
+        return woq_linear(x, layer.packed, layer.scale, layer.zeros, layer.bias, bits=layer.scheme.bits, **more)
 
     plain = layer(x)
     assert torch.equal(run("relu", residual), plain.relu() + residual)
@@ -100,7 +101,7 @@ def test_int8_activations(device: str, name: str) -> None:
     if isinstance(layer, BCQLinear):
         got = bcq_linear(q, layer.packed, layer.alpha, None, layer.bias, **more)
     elif isinstance(layer, WeightOnlyLinear):
-        got = woq_linear(q, layer.packed, layer.scale, layer.zero, layer.bias, bits=layer.scheme.bits, **more)
+        got = woq_linear(q, layer.packed, layer.scale, layer.zeros, layer.bias, bits=layer.scheme.bits, **more)
     else:
         got = sparse12_linear(q, layer.packed, layer.scale, layer.bias, **more)
     x = (q.flatten(0, 1).double() * scale.double()).view(2, 3, 96)
@@ -131,7 +132,7 @@ def test_int8_activations_compile_and_meet_an_offset() -> None:
 def test_wrong_operands_are_refused_by_name() -> None:
     layer, _ = layer_of("w4a16-g32-zp", 40, 96, torch.float32, "cpu")
     assert isinstance(layer, WeightOnlyLinear)
-    x, packed, scale, zero = torch.randn(2, 96), layer.packed, layer.scale, layer.zero
+    x, packed, scale, zero = torch.randn(2, 96), layer.packed, layer.scale, layer.zeros
     cases = (
         (TypeError, "x: expected dtype float16 or bfloat16 or float32 or int8, got int32", {"x": x.int()}),
         (

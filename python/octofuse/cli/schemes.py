@@ -21,7 +21,7 @@ WHAT = {
     "w4a16-g128-zp-gptq": "4-bit with zero points, GPTQ",
     "w4a16-g128-awq": "4-bit, AWQ",
     "w3a16-g128-gptq": "3-bit, GPTQ",
-    "w2a16-g128-gptq": "2-bit, GPTQ",
+    "w2a16-g128-half-gptq": "2-bit, GPTQ",
     "bcq-q4-g128": "sums of 4 scaled signs",
     "bcq-q3-g128": "sums of 3 scaled signs",
     "bcq-q2-g128": "sums of 2 scaled signs",

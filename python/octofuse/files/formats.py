@@ -89,8 +89,7 @@ def weight_only_layer(
         zero = None
     if zero is not None and (int(zero.min()) < 0 or int(zero.max()) > 255):
         raise ValueError(f"zero points: expected 0 to 255, got {int(zero.min())} to {int(zero.max())}")
-    scheme = WeightOnly(bits, group if group is None or group < k else None, zero_points=zero is not None,
-                        integer_zero=zero is None)  # fmt: skip
+    scheme = WeightOnly(bits, group if group is None or group < k else None, zero_points=zero is not None)
     with torch.device("meta"):
         layer = empty_layer(k, n, bias=False, scheme=scheme, dtype=dtype)
     assert isinstance(layer, WeightOnlyLinear)

@@ -39,8 +39,8 @@ def save_pretrained(
     Args:
         model: one that `quantize_` has changed, or that `octofuse.from_pretrained` has read.
         folder: new, or empty.
-        format: "compressed-tensors": int8 layers, dynamic or static, and weights of 2 to 8 bits with zero points or an
-            integer zero ("w4a16-g128-int", "w4a16-g128-zp", "w8a16"), of nn.Linear, not GPT-2's Conv1D; transformers and
+        format: "compressed-tensors": int8 layers, dynamic or static, and weights of 2 to 8 bits, with zero points or
+            without ("w4a16-g128", "w4a16-g128-zp", "w8a16"), of nn.Linear, not GPT-2's Conv1D; transformers and
             `octofuse.from_pretrained` read it. "octofuse": every scheme, for `octofuse.from_pretrained` alone.
         max_shard_size: bytes of a file, or "5GB"; of compressed-tensors.
 
@@ -71,8 +71,8 @@ def check_scheme(name: str, scheme: AnyScheme) -> None:
     if isinstance(scheme, Scheme):
         return
     is_grid = scheme.code == "grid" and scheme.bits > 1
-    if not is_grid or not (scheme.zero_points or scheme.integer_zero or scheme.bits == 8):
-        hint = "; its zero lies between two codes: take the scheme with -int" if is_grid else ""
+    if not is_grid or scheme.half_zero:
+        hint = "; its zero lies between two codes" if is_grid else ""
         raise ValueError(f"{name}: expected a scheme that compressed-tensors knows, got {scheme.name}{hint}")
 
 

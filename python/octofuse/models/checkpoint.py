@@ -1,6 +1,6 @@
 """Quantised checkpoints: a folder with config.json, octofuse.safetensors and the tokenizer's files.
 
-config.json carries `quantization_config: {"quant_method": "octofuse", "scheme": ..., "version": 2}`. The weights do not
+config.json carries `quantization_config: {"quant_method": "octofuse", "scheme": ..., "version": ...}`. The weights do not
 lie in model.safetensors: transformers skips quantisation methods that it does not know and would read int8 bytes as floats.
 """
 
@@ -27,7 +27,7 @@ from octofuse.quant import scheme_named
 from octofuse.quant.weight_only import GROUPS
 
 METHOD = "octofuse"
-VERSION = 3  # 1, 2: low-bit codes lay in other orders
+VERSION = 4  # 1, 2: low-bit codes lay in other orders; 3: w4a16 and the like had their zero between two codes
 WEIGHTS = "octofuse.safetensors"
 
 

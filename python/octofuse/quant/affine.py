@@ -74,7 +74,7 @@ PERCENTILE = 0.9999  # of clipping="percentile"
 USUAL = (
     "w8a8-dynamic", "w8a16", "w4a16-g128", "bcq-q3-g128",
     "w8a8-static", "w8a8-static-mse-smooth", "w8a8-static-tensor", "w4a16-g128-zp-gptq", "w4a16-g128-gptq",
-    "w4a16-g128-awq", "w4a16-g128-mse", "w3a16-g128-gptq", "w2a16-g128-gptq", "bcq-q4-g128", "bcq-q2-g128",
+    "w4a16-g128-awq", "w4a16-g128-mse", "w3a16-g128-gptq", "w2a16-g128-half-gptq", "bcq-q4-g128", "bcq-q2-g128",
     "sparse12-w7-g128",
 )  # fmt: skip
 

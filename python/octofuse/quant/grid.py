@@ -1,8 +1,8 @@
 """Uniform grids of 1 to 8 bits for weights: w = scale * (code - zero), a scale for each row or group of its columns.
 
-Without zero points the zero is the grid's middle: 128 for 8 bits (which leaves int8 values from -127 on), and between
-two codes for fewer bits, so that as many levels lie on either side: at 2 bits -1.5, -0.5, 0.5 and 1.5 steps. A zero that is
-an integer for all groups has one level more below it than above.
+A zero is each group's own, or one for all: 2^(bits - 1), which has one level more below it than above, or the grid's
+middle: 128 for 8 bits (which leaves int8 values from -127 on), and between two codes for fewer bits, so that as many levels
+lie on either side: at 2 bits -1.5, -0.5, 0.5 and 1.5 steps.
 """
 
 from __future__ import annotations

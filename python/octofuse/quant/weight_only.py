@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 GROUPS = (32, 64, 128, 256)
 METHODS = ("rtn", "mse", "gptq", "awq")
-_NAME = re.compile(r"w([1-8])a16(?:-g(\d+))?(?:-(zp|int))?(?:-(mse|gptq|awq))?")
+_NAME = re.compile(r"w([1-8])a16(?:-g(\d+))?(?:-(zp|half))?(?:-(mse|gptq|awq))?")
 _CODED = re.compile(r"bcq-q([1-8])(?:-g(\d+))?")
 _SPARSE = re.compile(r"sparse12-w7(?:-g(\d+))?")
 
@@ -21,8 +21,8 @@ class WeightOnly:
     code: levels on a uniform "grid" (quant.grid); "bcq": sums of `bits` scaled signs (quant.bcq); "sparse12": one of every
         two columns, in 7 bits (quant.sparse).
     zero_points: a grid that covers a group's smallest to largest value, instead of as much on either side of 0.
-    integer_zero: a symmetric grid whose zero is the code 2^(bits - 1), as files of other libraries have it; else it lies
-        between the two middle codes.
+    half_zero: a zero between the two middle codes, so that as many levels lie on either side; else it is the code
+        2^(bits - 1), as files of other libraries have it (one bit has no such code, 8 bits no other zero).
     method: of a grid: round to nearest; "mse": the range that loses least in the weight; "gptq": errors made up for by
         later columns, which calibration says how to do; "awq": as "mse", with input channels scaled first where a norm
         can take the scales (quant.awq), by calibration.
@@ -33,7 +33,7 @@ class WeightOnly:
     code: Literal["grid", "bcq", "sparse12"] = "grid"
     zero_points: bool = False
     method: Literal["rtn", "mse", "gptq", "awq"] = "rtn"
-    integer_zero: bool = False
+    half_zero: bool = False
 
     # What an int8 scheme may have, and this one has not.
     smooth_values: ClassVar[bool] = False
@@ -51,18 +51,19 @@ class WeightOnly:
             raise ValueError(f"bits: expected 7 with sparse12, got {self.bits}")
         if self.method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
-        if self.code != "grid" and (self.zero_points or self.integer_zero or self.method != "rtn"):
-            raise ValueError(f"code: expected 'grid' with zero_points, integer_zero or a method, got {self.code!r}")
-        for name in ("zero_points", "integer_zero"):
-            if getattr(self, name) and self.bits == 1:
-                raise ValueError(f"{name}: expected False at 1 bit, got True")
-        if self.zero_points and self.integer_zero:
-            raise ValueError("integer_zero: expected False beside zero_points, got True")
+        if self.code != "grid" and (self.zero_points or self.half_zero or self.method != "rtn"):
+            raise ValueError(f"code: expected 'grid' with zero_points, half_zero or a method, got {self.code!r}")
+        if self.zero_points and self.bits == 1:
+            raise ValueError("zero_points: expected False at 1 bit, got True")
+        if self.half_zero and (self.zero_points or self.bits in (1, 8)):
+            beside = "beside zero_points" if self.zero_points else f"at {self.bits} bits"
+            raise ValueError(f"half_zero: expected False {beside}, got True")
 
     @property
     def zero(self) -> int | None:
-        """The zero of all groups, if that is one code; None: of each its own, or the grid's middle."""
-        return 1 << self.bits - 1 if self.integer_zero else None
+        """The zero of all groups, if that is one code; None: of each its own, or the grid's middle (`quant.grid`)."""
+        own = self.code != "grid" or self.zero_points or self.half_zero or self.bits in (1, 8)
+        return None if own else 1 << self.bits - 1
 
     @property
     def needs_calibration(self) -> bool:
@@ -81,19 +82,19 @@ class WeightOnly:
         if self.code == "sparse12":
             return f"sparse12-w7{group}"
         method = "" if self.method == "rtn" else f"-{self.method}"
-        zero = "-zp" if self.zero_points else "-int" if self.integer_zero else ""
+        zero = "-zp" if self.zero_points else "-half" if self.half_zero else ""
         return f"w{self.bits}a16{group}{zero}{method}"
 
 
 def weight_only_named(name: str) -> WeightOnly | None:
-    """The scheme of names like "w8a16", "w4a16-g128", "w3a16-g64-zp-gptq", "w4a16-g128-int", "bcq-q3-g128" and
+    """The scheme of names like "w8a16", "w4a16-g128", "w3a16-g64-zp-gptq", "w4a16-g128-half", "bcq-q3-g128" and
     "sparse12-w7"; None for others.
 
     Raises ValueError for a group that there is not.
     """
     if found := _NAME.fullmatch(name):
         bits, group, zero, method = found.groups()
-        return WeightOnly(int(bits), _group(group), "grid", zero == "zp", method or "rtn", zero == "int")  # type: ignore[arg-type]
+        return WeightOnly(int(bits), _group(group), "grid", zero == "zp", method or "rtn", zero == "half")  # type: ignore[arg-type]
     if found := _CODED.fullmatch(name):
         return WeightOnly(int(found[1]), _group(found[2]), "bcq")
     if found := _SPARSE.fullmatch(name):
