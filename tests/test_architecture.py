@@ -13,7 +13,7 @@ ROOT = Path(octofuse.__file__).parent
 REPOSITORY = Path(__file__).resolve().parents[1]
 CPP = REPOSITORY / "cpp"
 
-# cli -> generate -> engine -> models -> nn -> ops -> _C, files -> models, layouts -> ops; quant is mathematics, for all.
+# cli -> generate -> engine -> models -> files -> nn -> ops -> _C, layouts -> ops; quant is mathematics, for all.
 PYTHON = {
     "reference": set(),
     "testing": {"_C"},  # timing.environment records the build
@@ -21,9 +21,9 @@ PYTHON = {
     "ops": {"_C", "quant", "reference"},
     "layouts": {"ops"},
     "nn": {"ops", "quant"},
-    "models": {"nn", "ops", "quant"},
+    "models": {"files", "nn", "ops", "quant"},
     "engine": {"models", "nn", "ops"},
-    "files": {"models", "nn", "quant"},
+    "files": {"nn", "quant"},
     "generate": {"engine", "models", "ops"},
     "assets": set(),
     "doctor": {"_C", "ops", "reference"},

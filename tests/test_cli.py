@@ -39,7 +39,7 @@ def test_static_scheme_reads_a_calibration_text(tmp_path) -> None:
         "--device", "cpu",
     )  # fmt: skip
     assert code == 0
-    assert (tmp_path / "q" / "octofuse.safetensors").exists()
+    assert (tmp_path / "q" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def test_static_scheme_reads_a_calibration_text(tmp_path) -> None:
         (("quantize", "embedded", "-o", "{tmp}/q", "--scheme", "w2a2"), "scheme: expected a name such as"),
         (
             ("quantize", "embedded", "-o", "{tmp}/q", "--format", "gguf"),
-            "format: expected one of compressed-tensors, octofuse",
+            "format: expected one of auto, compressed-tensors, octofuse",
         ),
         (
             ("quantize", "embedded", "-o", "{tmp}/q", "--format", "compressed-tensors"),
-            "expected nn.Linear in GPT2LMHeadModel",
+            "transformer.h.0.attn.c_attn: expected nn.Linear, got Conv1D",
         ),
         (
             ("quantize", "embedded", "-o", "{tmp}/q", "--format", "compressed-tensors", "--scheme", "bcq-q3-g128"),

@@ -65,7 +65,7 @@ def test_broken_models(words: tuple[str, ...], folder: Path) -> None:
 def test_broken_checkpoints(folder: Path) -> None:
     quantised = folder.parent / "quantised"
     assert command("quantize", str(folder), "-o", str(quantised), "--device", "cpu")[0] == 0
-    weights = quantised / "octofuse.safetensors"
+    weights = quantised / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     assert f"{weights}: not a whole safetensors file" in refusal("generate", str(quantised), "x")
     (quantised / "config.json").write_text("[1, 2]")
@@ -156,7 +156,6 @@ def test_schemes() -> None:
 def test_the_written_folder_says_how_to_load_it(tmp_path: Path) -> None:
     new = tmp_path / "q"
     assert command("quantize", "embedded", "-o", str(new), "--device", "cpu")[0] == 0
-    assert "octofuse.models" in (new / "README.md").read_text()
     assert len({path.stat().st_mode for path in new.iterdir()}) == 1
     settings = json.loads((new / "config.json").read_text())["quantization_config"]
-    assert "octofuse.models.load" in settings["how_to_load"]
+    assert "octofuse.from_pretrained" in settings["how_to_load"]

@@ -10,6 +10,7 @@ import json
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from safetensors.torch import save
 from checkpoints import Awq, Gptq
 from octofuse.files.headers import read_headers, weight_files
 from octofuse.files.loading import FORMATS, Linear, Reader, check_tensor, planned
+from octofuse.files.writing import config_of, tensors_of
+from octofuse.models import quantize_
 from octofuse.nn import linear_layers, output_heads
 from test_files import model_of
 
@@ -64,7 +67,9 @@ def test_mutated_headers(tmp_path: Path) -> None:
     model = model_of("llama")
     linears = {n: Linear(m, *m.weight.shape) for n, m in (linear_layers(model) | output_heads(model)).items()}
     rng = random.Random(1)
-    for written in (Gptq(model, 4, 32), Awq(model, 32)):
+    quantised = quantize_(model_of("llama"), "w4a16-g32-zp", progress=False)
+    ours = SimpleNamespace(config=config_of(quantised, "octofuse"), tensors=tensors_of(quantised, "octofuse"))
+    for written in (Gptq(model, 4, 32), Awq(model, 32), ours):
         kept = {n: t for n, t in model.state_dict().items() if n.rpartition(".")[0] not in linears}
         whole = save(
             {n: t.contiguous() for n, t in (kept | written.tensors | {"lm_head.weight": model.lm_head.weight}).items()}
@@ -105,8 +110,10 @@ def test_mutated_settings() -> None:
         "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
     }  # fmt: skip
     compressed = {"quant_method": "compressed-tensors", "config_groups": {"a": group}, "ignore": ["lm_head", "re:.*up"]}
+    layers = {"lm_head": "w8a8-dynamic", "model.layers.0.mlp.up_proj": None}
+    own = {"quant_method": "octofuse", "version": 5, "scheme": "w4a16-g32", "layers": layers}
     rng = random.Random(2)
-    for config in (Gptq(model, 4, 32).config, Awq(model, 32).config, compressed):
+    for config in (Gptq(model, 4, 32).config, Awq(model, 32).config, compressed, own):
         for _ in range(COUNT // 8):
             changed = mutated_config(config, rng)
             if changed.get("quant_method") != config["quant_method"]:

@@ -88,21 +88,45 @@ def test_mixed_schemes_shards_and_heads(tmp_path: Path) -> None:
             r"model\.layers\.0\..*: expected a scheme that compressed-tensors knows, got w4a16-g32-half; its zero lies",
         ),
         ("llama", "bcq-q3-g32", r"expected a scheme that compressed-tensors knows, got bcq-q3-g32"),
-        ("gpt2", "w8a8-dynamic", r"transformer\.h\.0\..*: expected nn\.Linear in GPT2LMHeadModel, got Conv1D"),
+        ("gpt2", "w8a8-dynamic", r"transformer\.h\.0\..*: expected nn\.Linear, got Conv1D"),
     ],
 )
 def test_what_the_format_cannot_say(kind: str, scheme: str, message: str, tmp_path: Path) -> None:
     model = quantised(kind, scheme)
     with pytest.raises(ValueError, match=message):
-        octofuse.save_pretrained(model, tmp_path / "model")
+        octofuse.save_pretrained(model, tmp_path / "model", format="compressed-tensors")
     assert not list(tmp_path.iterdir())
-    octofuse.save_pretrained(model, tmp_path / "model", format="octofuse")
+    octofuse.save_pretrained(model, tmp_path / "model", max_shard_size=20_000)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     assert torch.equal(octofuse.from_pretrained(tmp_path / "model")(TOKENS).logits, model(TOKENS).logits)
 
 
+STOCK_REFUSES = """
+import sys
+from transformers import AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained(sys.argv[1])
+except RuntimeError:
+    print("refused")
+"""
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w4a16-g32", "w2a16", "bcq-q2-g32"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_stock_transformers_refuses_the_own_format(kind: str, scheme: str, tmp_path: Path) -> None:
+    """It would take integers for floats, or fill what is missing with random numbers, and only warn."""
+    octofuse.save_pretrained(quantised(kind, scheme), tmp_path / "model", format="octofuse")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", STOCK_REFUSES, str(tmp_path / "model")]
+    run = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
+    assert run.stdout == "refused\n"
+
+
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="format: expected one of compressed-tensors, octofuse, got 'gguf'"):
+    with pytest.raises(ValueError, match="format: expected one of auto, compressed-tensors, octofuse, got 'gguf'"):
         octofuse.save_pretrained(nn.Linear(2, 2), tmp_path / "a", format="gguf")
+    with pytest.raises(TypeError, match="model: expected a model of transformers, got Linear"):
+        octofuse.save_pretrained(nn.Linear(2, 2), tmp_path / "a")
     with pytest.raises(ValueError, match="model: expected a model that quantize_ has changed"):
         octofuse.save_pretrained(model_of("llama"), tmp_path / "a")
     (tmp_path / "full").mkdir()

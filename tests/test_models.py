@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import octofuse
 from helpers import DEVICES, ids, small_gpt2
 from octofuse.assets import EMBEDDED
 from octofuse.cli.common import calibration_batches, encode, evaluation_tokens, load_float, load_tokenizer
-from octofuse.models import load, perplexity, quantize_, save, weight_bytes
+from octofuse.models import perplexity, quantize_, weight_bytes
 from octofuse.nn import Int8Linear
 
 
@@ -69,8 +70,8 @@ def test_quantize_refuses_and_leaves_the_model_whole() -> None:
 @pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w8a8-static-tensor"])
 def test_checkpoint_round_trip(tmp_path, scheme: str) -> None:
     model = quantize_(small_gpt2(), scheme, [ids()], progress=False)
-    save(model, tmp_path / "q")
-    again = load(tmp_path / "q")
+    octofuse.save_pretrained(model, tmp_path / "q")
+    again = octofuse.from_pretrained(tmp_path / "q")
     assert torch.equal(again(ids()).logits, model(ids()).logits)
     assert again.lm_head.weight.data_ptr() == again.transformer.wte.weight.data_ptr()
     assert weight_bytes(again) == weight_bytes(model)
@@ -79,57 +80,59 @@ def test_checkpoint_round_trip(tmp_path, scheme: str) -> None:
 
 def test_save_refuses(tmp_path) -> None:
     with pytest.raises(ValueError, match="without quantised layers"):
-        save(small_gpt2(), tmp_path / "q")
+        octofuse.save_pretrained(small_gpt2(), tmp_path / "q")
     assert not (tmp_path / "q").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "keep.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="expected a new or empty folder"):
-        save(quantize_(small_gpt2(), progress=False), tmp_path / "full")
+        octofuse.save_pretrained(quantize_(small_gpt2(), progress=False), tmp_path / "full")
     assert (tmp_path / "full" / "keep.txt").read_text() == "mine"
 
 
 def test_load_names_every_wrong_tensor(tmp_path) -> None:
     folder = tmp_path / "q"
-    save(quantize_(small_gpt2(), progress=False), folder)
-    weights = folder / "octofuse.safetensors"
+    octofuse.save_pretrained(quantize_(small_gpt2(), progress=False), folder)
+    weights = folder / "model.safetensors"
     good = load_file(weights)
-    name = "transformer.h.0.attn.c_attn.weight"
+    name = "transformer.h.0.attn.c_attn"
 
-    def with_change(change) -> None:
-        tensors = dict(good)
-        change(tensors)
-        save_file(tensors, weights)
-
-    for change, message in [
-        (lambda t: t.pop(name), f"{name}: missing"),
-        (lambda t: t.update(extra=torch.ones(1)), "extra: unexpected"),
-        (
-            lambda t: t.update({name: torch.ones(3, 3, dtype=torch.int8)}),
-            rf"{name}: expected shape \[96, 32\], got",
-        ),
-        (lambda t: t.update({name: good[name].float()}), f"{name}: expected torch.int8, got torch.float32"),
+    for changed, message in [
+        ({f"{name}.weight": None}, rf"{name}\.weight: missing"),
+        ({f"{name}.weight_scale": None}, rf"{name}\.weight: expected shape \[32, 96\], got \[3072\]"),
+        ({"transformer.ln_f.bias": None}, r"transformer\.ln_f\.bias: missing"),
+        ({"extra": torch.ones(1)}, "extra: unexpected"),
+        ({f"{name}.extra": torch.ones(1)}, rf"{name}\.extra: not a tensor of this kind of layer"),
+        ({f"{name}.weight": torch.ones(3, 3, dtype=torch.int8)}, rf"{name}\.weight: expected shape \[3072\], got"),
+        ({f"{name}.weight": good[f"{name}.weight"].float()}, f"{name}.weight: expected torch.int8, got torch.float32"),
+        ({f"{name}.weight_scale": -good[f"{name}.weight_scale"]}, f"{name}.weight_scale: expected finite scales"),
     ]:
-        with_change(change)
+        save_file({key: t for key, t in (good | changed).items() if t is not None}, weights, {"format": "pt"})
         with pytest.raises(ValueError, match=message):
-            load(folder)
+            octofuse.from_pretrained(folder)
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(ValueError, match="not a whole safetensors file"):
-        load(folder)
+        octofuse.from_pretrained(folder)
     weights.unlink()
-    with pytest.raises(FileNotFoundError, match=r"octofuse\.safetensors"):
-        load(folder)
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        load(tmp_path)
-    with pytest.raises(ValueError, match="this is no octofuse checkpoint"):
-        load(EMBEDDED)
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
+        octofuse.from_pretrained(folder)
 
 
-def test_transformers_does_not_read_int8_as_floats(tmp_path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    save(quantize_(small_gpt2(), progress=False), tmp_path / "q")
-    with pytest.raises(OSError, match=r"model\.safetensors"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "q")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 4}, r"quantization_config \(octofuse\): version: expected 5, got 4; quantise the model again"),
+        ({"scheme": "w4"}, "scheme: expected a name such as"),
+        ({"scheme": 3}, "scheme: expected a name, got 3"),
+        ({"layers": []}, r"layers: expected an object, got \[\]"),
+    ],
+)
+def test_load_names_wrong_settings(change: dict[str, object], message: str, tmp_path) -> None:
+    octofuse.save_pretrained(quantize_(small_gpt2(), progress=False), tmp_path / "q")
+    config = json.loads((tmp_path / "q/config.json").read_text())
+    config["quantization_config"] |= change
+    (tmp_path / "q/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        octofuse.from_pretrained(tmp_path / "q")
 
 
 @pytest.mark.parametrize("device", DEVICES)

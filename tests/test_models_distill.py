@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+import octofuse
 from helpers import ids, layer_of, small_gpt2
 from octofuse.generate import own_text
-from octofuse.models import distill_, load, quantize_, save, weight_bytes
+from octofuse.models import distill_, quantize_, weight_bytes
 from octofuse.models.distill import TrainedLinear
 from octofuse.nn import PackedLinear
 from octofuse.quant.packing import unpack
@@ -46,8 +47,8 @@ def test_divergence_falls_and_codes_stay(name: str, tmp_path) -> None:
     assert weight_bytes(model) == size
     again, _ = distill_(model, teacher, [ids(4, 32)], steps=1, lr=1e-9, progress=False)
     assert again == pytest.approx(after, rel=1e-4)
-    save(model, tmp_path / "q")
-    assert torch.equal(load(tmp_path / "q")(ids()).logits, model(ids()).logits)
+    octofuse.save_pretrained(model, tmp_path / "q")
+    assert torch.equal(octofuse.from_pretrained(tmp_path / "q")(ids()).logits, model(ids()).logits)
 
 
 @pytest.mark.parametrize("name", ["w4a16-g32", "w3a16-g32-zp", "w2a16", "w8a16-g64"])
@@ -77,8 +78,8 @@ def test_codes_learn_too(name: str, tmp_path) -> None:
     assert again == before
     assert after < 0.9 * alone
     assert any(not torch.equal(layer.packed, codes[key]) for key, layer in packed_layers(model).items())
-    save(model, tmp_path / "q")
-    assert torch.equal(load(tmp_path / "q")(ids()).logits, model(ids()).logits)
+    octofuse.save_pretrained(model, tmp_path / "q")
+    assert torch.equal(octofuse.from_pretrained(tmp_path / "q")(ids()).logits, model(ids()).logits)
 
 
 def test_own_text() -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+import octofuse
 from helpers import command, ids, small_gpt2
 from octofuse.cli.common import exceptions_of
-from octofuse.models import load, quantize_, save
+from octofuse.models import quantize_
 from octofuse.nn import Int8Linear
 
 MIXED = {"h.0.mlp.c_fc": None, "mlp.c_proj": "w8a8-dynamic", "transformer.h.1.attn.*": "w8a8-static-mse-smooth0.7"}
@@ -29,8 +30,8 @@ def test_each_layer_has_its_own_scheme_and_keeps_it_on_disk(tmp_path) -> None:
         "h.0.mlp.c_proj": "w8a8-dynamic", "h.1.attn.c_attn": "w8a8-static-mse-smooth0.7",
         "h.1.attn.c_proj": "w8a8-static-mse-smooth0.7", "h.1.mlp.c_fc": "w8a8-static", "h.1.mlp.c_proj": "w8a8-dynamic",
     }  # fmt: skip
-    save(model, tmp_path / "q")
-    again = load(tmp_path / "q")
+    octofuse.save_pretrained(model, tmp_path / "q")
+    again = octofuse.from_pretrained(tmp_path / "q")
     assert schemes(again) == schemes(model)
     assert torch.equal(again(ids()).logits, model(ids()).logits)
     stored = json.loads((tmp_path / "q/config.json").read_text())["quantization_config"]
@@ -66,7 +67,7 @@ def test_on_the_command_line(tmp_path) -> None:
     out = str(tmp_path / "q")
     words = ("quantize", "embedded", "-o", out, "--device", "cpu", "--except", "mlp.c_proj=float")
     assert command(*words)[0] == 0
-    model = load(out)
+    model = octofuse.from_pretrained(out)
     assert not any(name.endswith("mlp.c_proj") for name, m in model.named_modules() if isinstance(m, Int8Linear))
     code, _, err = command(*words[:3], str(tmp_path / "r"), "--device", "cpu", "--except", "x=float")
     assert code == 1
@@ -78,8 +79,8 @@ def test_an_output_head_is_quantised_where_it_is_named(tmp_path) -> None:
     model = quantize_(small_gpt2(), "w8a8-dynamic", exceptions={"lm_head": "w8a8-dynamic"}, progress=False)
     assert isinstance(model.lm_head, Int8Linear)
     assert not isinstance(model.transformer.wte, Int8Linear)
-    save(model, tmp_path / "q")
-    again = load(tmp_path / "q")
+    octofuse.save_pretrained(model, tmp_path / "q")
+    again = octofuse.from_pretrained(tmp_path / "q")
     assert isinstance(again.lm_head, Int8Linear)
     assert torch.equal(again(ids()).logits, model(ids()).logits)
     assert not isinstance(quantize_(small_gpt2(), "w8a8-dynamic", progress=False).lm_head, Int8Linear)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+import octofuse
 from octofuse.generate import own_text
-from octofuse.models import distill_, frontier, load, quantize_, save
+from octofuse.models import distill_, frontier, quantize_
 from octofuse.models.blocks import BLOCKS, Source, normed, valued
 from octofuse.models.quantize import calibrated, smoothed_sources
 from octofuse.models.smooth import fold
@@ -102,8 +103,8 @@ def test_every_scheme_without_smoothing(kind: str, tmp_path) -> None:
             assert (got - want).norm() / want.norm() < 0.025
         else:
             check_four_bits(model, small(kind), got)
-        save(model, tmp_path / scheme)
-        again = load(tmp_path / scheme)
+        octofuse.save_pretrained(model, tmp_path / scheme)
+        again = octofuse.from_pretrained(tmp_path / scheme)
         assert type(again) is type(model)
         # Not the same bits: torch's CPU products may depend on where a tensor lies.
         assert torch.allclose(again(ids()).logits, got, atol=1e-5), scheme
@@ -169,8 +170,8 @@ def test_smoothing_serves_a_llama(tmp_path) -> None:
         quantize_(model, scheme, [ids()], progress=False)
         got = model(ids()).logits
         costs[scheme] = float((got - want).norm() / want.norm())
-        save(model, tmp_path / scheme)
-        assert torch.equal(load(tmp_path / scheme)(ids()).logits, got)
+        octofuse.save_pretrained(model, tmp_path / scheme)
+        assert torch.equal(octofuse.from_pretrained(tmp_path / scheme)(ids()).logits, got)
     assert costs["w8a8-static-smooth"] < 0.5 * costs["w8a8-static"]
     assert costs["w4a16-g32-awq"] < 0.5 * costs["w4a16-g32-mse"]
 
@@ -221,8 +222,8 @@ def test_an_output_head_stays_unless_it_is_named(tied: bool, tmp_path) -> None:
     model = small("llama", tie_word_embeddings=tied)
     quantize_(model, "w4a16-g32", exceptions={"lm_head": "w8a16"}, progress=False)
     assert isinstance(model.lm_head, WeightOnlyLinear)
-    save(model, tmp_path / "q")
-    assert torch.equal(load(tmp_path / "q")(ids()).logits, model(ids()).logits)
+    octofuse.save_pretrained(model, tmp_path / "q")
+    assert torch.equal(octofuse.from_pretrained(tmp_path / "q")(ids()).logits, model(ids()).logits)
 
 
 @pytest.mark.parametrize(
@@ -232,8 +233,8 @@ def test_an_output_head_stays_unless_it_is_named(tied: bool, tmp_path) -> None:
 @pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w4a16-g32"])
 def test_a_checkpoint_comes_back_as_its_class(kind: str, architecture: str, scheme: str, tmp_path) -> None:
     model = quantize_(small(kind, architecture), scheme, progress=False)
-    save(model, tmp_path / "q")
-    again = load(tmp_path / "q")
+    octofuse.save_pretrained(model, tmp_path / "q")
+    again = octofuse.from_pretrained(tmp_path / "q")
     assert type(again) is type(model)
     assert torch.equal(again(ids())[0], model(ids())[0])
 

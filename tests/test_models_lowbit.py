@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+import octofuse
 from helpers import DEVICES, PROMPTS, by_transformers, ids, layer_of, small_gpt2
 from octofuse import quantize_per_token
 from octofuse.generate import Generator
-from octofuse.models import compare, load, quantize_, save, weight_bytes
+from octofuse.models import compare, quantize_, weight_bytes
 from octofuse.nn import BCQLinear, PackedLinear, WeightOnlyLinear, quantised_layer
 from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
 from octofuse.quant import WeightOnly
@@ -198,8 +199,8 @@ def test_models_quantise_save_load_and_generate(name: str, tmp_path) -> None:
     layers = [m for m in model.modules() if isinstance(m, PackedLinear)]
     assert len(layers) == 8
     assert {layer.scheme.name for layer in layers} == {name}
-    save(model, tmp_path / "q")
-    loaded = load(tmp_path / "q")
+    octofuse.save_pretrained(model, tmp_path / "q")
+    loaded = octofuse.from_pretrained(tmp_path / "q")
     tokens = ids()
     assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
     assert weight_bytes(loaded) == weight_bytes(model) < weight_bytes(small_gpt2())
@@ -238,8 +239,8 @@ def test_fewer_bits_cost_more() -> None:
 def test_layers_of_all_kinds_beside_each_other(tmp_path) -> None:
     exceptions = {"mlp.c_fc": "w8a8-dynamic", "attn.c_proj": None, "mlp.c_proj": "bcq-q4"}
     model = quantize_(small_gpt2(), "w4a16-g32", exceptions=exceptions, progress=False)
-    save(model, tmp_path / "q")
-    loaded = load(tmp_path / "q").requires_grad_(False)
+    octofuse.save_pretrained(model, tmp_path / "q")
+    loaded = octofuse.from_pretrained(tmp_path / "q").requires_grad_(False)
     assert torch.equal(loaded(ids()).logits, model.eval()(ids()).logits)
     assert Generator(loaded)(PROMPTS, 8) == [by_transformers(loaded, prompt, 8) for prompt in PROMPTS]
     with pytest.raises(ValueError, match="model: expected a floating-point model"):

@@ -31,7 +31,7 @@ def test_of_weights_of_few_bits(scheme: str, device: str) -> None:
     x, dy = torch.randn(2, 3, 128, device=device, dtype=dtype), torch.randn(2, 3, 48, device=device, dtype=dtype)
     assert torch.equal(gradient(layer, x, dy), dy @ layer.dequantized())
     assert torch.equal(layer(x.requires_grad_()), layer(x.detach())), "the same bits with a gradient"
-    assert not any(buffer.requires_grad for buffer in layer.buffers())
+    assert not any(tensor.requires_grad for tensor in layer.state_dict(keep_vars=True).values())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -77,7 +77,7 @@ class Adapted(nn.Module):
 def test_adapters_learn_beside_a_quantised_model(scheme: str) -> None:
     torch.manual_seed(0)
     model = quantize_(small("llama"), scheme, progress=False)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     sizes = {name: tuple(m.weight.shape) for name, m in linear_layers(small("llama")).items()}
     for name, (n, k) in sizes.items():
         replace_module(model, name, Adapted(model.get_submodule(name), n, k))
@@ -93,5 +93,5 @@ def test_adapters_learn_beside_a_quantised_model(scheme: str) -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.92 * losses[0]
-    after = {name.replace(".base.", "."): buffer for name, buffer in model.named_buffers()}
-    assert all(torch.equal(after[name], buffer) for name, buffer in before.items())
+    after = {name.replace(".base.", "."): tensor for name, tensor in model.state_dict().items()}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

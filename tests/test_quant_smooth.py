@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import octofuse
 from helpers import ids, small_gpt2
 from octofuse.cli.common import calibration_batches, evaluation_tokens, load_float
-from octofuse.models import load, perplexity, quantize_, save
+from octofuse.models import perplexity, quantize_
 from octofuse.models.blocks import normed, valued
 from octofuse.models.smooth import fold, scales_of
 from octofuse.nn import Int8Linear, linear_layers
@@ -145,8 +146,8 @@ def test_smoothed_values_change_what_reads_attention() -> None:
 
 def test_a_smoothed_checkpoint_comes_back(tmp_path) -> None:
     model = quantize_(small_gpt2(), "w8a8-static-smooth0.7", [ids()], progress=False)
-    save(model, tmp_path / "q")
-    again = load(tmp_path / "q")
+    octofuse.save_pretrained(model, tmp_path / "q")
+    again = octofuse.from_pretrained(tmp_path / "q")
     assert torch.equal(again(ids()).logits, model(ids()).logits)
     assert next(m for m in again.modules() if isinstance(m, Int8Linear)).scheme.smoothing == 0.7
 

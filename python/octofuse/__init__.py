@@ -5,6 +5,8 @@ layers, `octofuse.quant` the mathematics, `octofuse.models` what is known of eac
 """
 
 import os as _os
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from octofuse.files import disable, enable, from_pretrained, save_pretrained
 from octofuse.generate import Generator, generate, own_text
@@ -39,10 +41,14 @@ from octofuse.ops import (
     woq_linear,
 )
 
+if _TYPE_CHECKING:
+    from octofuse.files import OctofuseConfig
+
 __version__ = "0.1.0"
 
 __all__ = [
     "Generator",
+    "OctofuseConfig",
     "__version__",
     "activate",
     "activate_quantize",
@@ -79,6 +85,15 @@ __all__ = [
     "weight_sums",
     "woq_linear",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    if name == "OctofuseConfig":
+        from octofuse.files import OctofuseConfig
+
+        return OctofuseConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 if _os.environ.get("OCTOFUSE_ENABLE", "0") not in ("", "0"):
     enable()

@@ -87,8 +87,11 @@ def quantize(
     ] = False,
     tokenizer: Annotated[bool, typer.Option(help="whether the folder gets the model's tokenizer")] = True,
     form: Annotated[
-        str, typer.Option("--format", help="octofuse, or compressed-tensors, which transformers reads too")
-    ] = "octofuse",
+        str,
+        typer.Option(
+            "--format", help="compressed-tensors, which transformers reads; octofuse; auto: the first that can say it"
+        ),
+    ] = "auto",
     device: Device = "auto",
 ) -> None:
     """Quantise a model and write it, with its tokenizer, to a folder."""

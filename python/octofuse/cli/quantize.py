@@ -10,7 +10,9 @@ from torch import Tensor
 
 from octofuse.cli.common import calibration_batches, exceptions_of, load_float, pick_device, warn_of_fallbacks
 from octofuse.cli.files import expect_new_folder, expect_text
-from octofuse.files.writing import FORMATS_WRITTEN, check_scheme, save_pretrained
+from octofuse.files import save_pretrained
+from octofuse.files.compressed_tensors_writing import check_scheme
+from octofuse.files.writing import FORMATS_WRITTEN
 from octofuse.generate import own_text
 from octofuse.models import distill_, quantize_, weight_bytes
 from octofuse.models.distill import has_trainable_codes

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-
-from octofuse.models.checkpoint import json_of
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -27,6 +27,17 @@ class Header:
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     file: Path
+
+
+def json_of(path: Path) -> dict[str, Any]:
+    """ValueError that names the file where it is broken."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
 
 
 def local_folder(name: str) -> Path | None:

@@ -20,10 +20,11 @@ from octofuse.files.compressed_tensors import CompressedTensors
 from octofuse.files.formats import FLOATS, Format, Stored, Want
 from octofuse.files.gptq import Gptq
 from octofuse.files.headers import Header, local_folder, method_of, read_headers, weight_files
+from octofuse.files.own import METHOD, Own
 from octofuse.nn import linear_layers, output_heads, replace_module
 from octofuse.nn.linear import is_conv1d
 
-FORMATS: dict[str, type[Format]] = {"compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq}
+FORMATS: dict[str, type[Format]] = {"compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq, METHOD: Own}
 # Scales of a quantised cache: this library's caches measure their own, for every token and head. The other: computed.
 _LEFT_OUT = re.compile(r"\.(?:[kqv]_scale|[kv]_zero_point|rotary_emb\.inv_freq)$")
 _OF_QUANTISED = {"qweight", "qzeros", "weight_packed", "weight_zero_point"}  # tensors that no other layer has
@@ -32,9 +33,9 @@ _OF_QUANTISED = {"qweight", "qzeros", "weight_packed", "weight_zero_point"}  # t
 class _Waiting(nn.Module):
     """The tensors of one quantised linear, as the file has them."""
 
-    def __init__(self, n: int, k: int, stored: Stored, headers: Mapping[str, Header]) -> None:
+    def __init__(self, linear: Linear, stored: Stored, headers: Mapping[str, Header]) -> None:
         super().__init__()
-        self.n, self.k, self.stored = n, k, stored
+        self.n, self.k, self.is_conv1d, self.stored = linear.n, linear.k, is_conv1d(linear.module), stored
         self.file = next(iter(headers.values())).file
         for name, header in headers.items():
             empty = torch.empty(header.shape, dtype=header.dtype, device="meta")
@@ -48,6 +49,7 @@ class _Waiting(nn.Module):
         bias = tensors.pop("bias", None)
         made: Any = self.stored.layer(tensors, self.n, self.k, dtype)
         made.bias = None if bias is None else bias.to(dtype)
+        made.is_conv1d = self.is_conv1d
         return made.eval()  # type: ignore[no-any-return]
 
 
@@ -74,7 +76,7 @@ class Reader:
         if not found:
             raise ValueError(f"{files[0]}: expected quantised linears, as quantization_config says, got none")
         for name, (stored, own) in found.items():
-            replace_module(model, name, _Waiting(linears[name].n, linears[name].k, stored, own))
+            replace_module(model, name, _Waiting(linears[name], stored, own))
         for name, tensor in model.state_dict().items():
             if (header := headers.get(name)) is not None:
                 check_tensor(header, name, tensor)
@@ -167,7 +169,8 @@ def _check(name: str, stored: Stored, headers: Mapping[str, Header], linear: Lin
 
 
 def enable() -> None:
-    """Let transformers' `from_pretrained` give this library's layers for checkpoints of compressed-tensors, GPTQ and AWQ.
+    """Let transformers' `from_pretrained` give this library's layers for checkpoints of compressed-tensors, GPTQ and AWQ,
+    and for its own.
 
     Files that are not served here stay transformers' own business, with a warning that says why. OCTOFUSE_ENABLE=1 in the
     environment does the same when octofuse is imported. Raises ImportError without transformers.
@@ -187,7 +190,8 @@ def disable() -> None:
 def from_pretrained(
     name: str | Path, device: torch.device | str = "cpu", *, dtype: torch.dtype | str = "auto", **options: Any
 ) -> Any:
-    """A causal language model of transformers, its quantised linears as layers of this library, in eval mode.
+    """A transformers model of the class that its config names, its quantised linears as layers of this library, in eval
+    mode.
 
     Args:
         name: a folder or a hub name: a checkpoint of compressed-tensors (int8 weights with int8 activations, dynamic or
@@ -195,33 +199,38 @@ def from_pretrained(
             `octofuse quantize` has written; or a floating-point model, which stays one.
         device: where its tensors go.
         dtype: of what is not quantised, and of the layers' scales; "auto": the checkpoint's.
-        options: for transformers' `AutoModelForCausalLM.from_pretrained`.
+        options: for transformers' `from_pretrained`.
 
     Raises:
         FileNotFoundError, ValueError: naming the file and the tensor, or the setting that is not served, before anything
             runs.
     """
-    from octofuse.models.checkpoint import is_checkpoint, load
-
     if "device_map" in options:
         raise ValueError(f"device_map: expected device in its place, got {options['device_map']!r}")
     device = torch.device(device)
     folder = local_folder(str(name))
     if folder is not None:
-        if is_checkpoint(folder):
-            return load(folder, device)
         method_of(folder)
         weight_files(folder)
-    from transformers import AutoModelForCausalLM
-
     from octofuse.files.quantizer import reading_to
 
+    where = str(folder or name)
     with reading_to(device):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            str(folder or name), dtype=dtype, output_loading_info=True, **options
+        model, report = _class_of(where, options).from_pretrained(
+            where, dtype=dtype, output_loading_info=True, **options
         )
     _refuse_gaps(name, report)
     return model.to(device).eval().requires_grad_(False)
+
+
+def _class_of(name: str, options: Mapping[str, Any]) -> Any:
+    """The one that was saved, where transformers has it, else what it takes for a causal model of this config."""
+    import transformers
+
+    config = options.get("config") or transformers.AutoConfig.from_pretrained(name, **options)
+    saved = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    is_model = isinstance(saved, type) and issubclass(saved, transformers.PreTrainedModel)
+    return saved if is_model else transformers.AutoModelForCausalLM
 
 
 def _refuse_gaps(name: str | Path, report: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""The quantizer that transformers calls for some files, in place of its own.
+"""The quantizer that transformers calls: for some files in place of its own, and for `OctofuseConfig`.
 
-transformers finds quantizers and their settings by the file's quant_method. Ours stand there once and for all, and hand on
-to transformers' own unless `octofuse.enable()` was called, or this thread is inside `octofuse.from_pretrained`.
+transformers finds quantizers and their settings by quant_method. Ours stand there once and for all, and hand on to
+transformers' own unless `octofuse.enable()` was called, or this thread is inside `octofuse.from_pretrained`. This library's
+own method needs neither.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from octofuse.files.loading import FORMATS, Reader
+from octofuse.files.on_load import OnLoad, QuantiseOp
+from octofuse.files.own import METHOD
+from octofuse.files.writing import AUTO, config_of, tensors_of
+from octofuse.quant import AnyScheme, scheme_named
 
 _INSIDE: ContextVar[bool] = ContextVar("octofuse_from_pretrained", default=False)
 _DEVICE: ContextVar[torch.device | None] = ContextVar("octofuse_device", default=None)  # where layers are made
@@ -41,47 +46,130 @@ class FileConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return self.to_dict()
 
 
-class OctofuseQuantizer(HfQuantizer):  # type: ignore[misc]
-    requires_calibration = True  # it reads quantised checkpoints alone
+class OctofuseConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Quantise while transformers loads a floating-point checkpoint, a linear at a time:
 
-    def __init__(self, quantization_config: FileConfig, **kwargs: Any) -> None:
+        AutoModelForCausalLM.from_pretrained(name, quantization_config=OctofuseConfig("w8a8-dynamic"), device_map="cuda")
+
+    gives the bits that `quantize_` gives of the loaded model, with no more in memory than the quantised model and one
+    linear. Its `save_pretrained` and `push_to_hub` write what `octofuse.from_pretrained` reads, as does transformers once
+    `octofuse.enable()` was called.
+
+    Args:
+        scheme: a name that `quant.scheme_named` knows, of one that needs no calibration.
+        exceptions: other schemes for single layers, as `quantize_` has them.
+
+    Raises ValueError for a scheme that there is not, or that needs calibration.
+    """
+
+    def __init__(
+        self, scheme: str | AnyScheme = "w8a8-dynamic", exceptions: Mapping[str, str | AnyScheme | None] | None = None
+    ) -> None:
+        self.quant_method = METHOD
+        found = scheme_named(scheme)
+        others = {name: None if own is None else scheme_named(own) for name, own in (exceptions or {}).items()}
+        for what, own in {"scheme": found, **{f"exceptions: {name}": own for name, own in others.items()}}.items():
+            if own is not None and own.needs_calibration:
+                raise ValueError(
+                    f"{what}: expected one that needs no calibration, got {own.name}; load the model and call quantize_"
+                )
+        self.scheme = found.name
+        self.exceptions = {name: None if own is None else own.name for name, own in others.items()}
+
+
+class OctofuseQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Reads a quantised checkpoint, or quantises a floating-point one as it is read; and says what is to be written."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: FileConfig | OctofuseConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.reader = Reader(quantization_config.to_dict(), _DEVICE.get())
+        self.written_as = AUTO
+        self.work: Reader | OnLoad
+        if isinstance(quantization_config, OctofuseConfig):
+            self.work = OnLoad(quantization_config.scheme, quantization_config.exceptions)
+        else:
+            self.work = Reader(quantization_config.to_dict(), _DEVICE.get())
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError("device_map: expected devices for quantised layers, got disk")
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         if not checkpoint_files:
             raise ValueError("checkpoint: expected safetensors files, got none")
-        self.reader.before(model, [Path(file) for file in checkpoint_files], model.dtype)
+        self.work.before(model, [Path(file) for file in checkpoint_files], model.dtype)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        self.reader.after(model)
+        self.work.after(model)
+        attach(model)
+        model.is_quantized = False  # or it could not be cast by half(), which reaches what is in floating point
         return model
 
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        return isinstance(self.work, OnLoad) and self.work.needs(param_name)
+
+    def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
+        """For the memory that transformers reserves beforehand."""
+        if isinstance(self.work, OnLoad) and self.work.needs(param_name):
+            return self.work.element_size(param_name)
+        size: int = param.element_size()
+        return size
+
+    def get_quantize_ops(self) -> QuantiseOp:
+        assert isinstance(self.work, OnLoad)
+        return QuantiseOp(self.work)
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """transformers writes the model's config after this: it then speaks of the layers as they are now."""
+        model.config.quantization_config = FileConfig(config_of(model, self.written_as))
+        return tensors_of(model, self.written_as), {}
+
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        return False
+        return True
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        """Of adapters beside the frozen layers."""
+        return True
 
     @property
     def is_compileable(self) -> bool:
         return True
 
 
+def attach(model: Any) -> None:
+    """What `files.attach` says."""
+    config = FileConfig(config_of(model))
+    if not isinstance(getattr(model, "hf_quantizer", None), OctofuseQuantizer):
+        model.hf_quantizer = OctofuseQuantizer(config)
+    model.config.quantization_config = config
+
+
+@contextlib.contextmanager
+def written_as(model: Any, form: str) -> Iterator[None]:
+    """The model's own `save_pretrained` writes this format meanwhile."""
+    quantizer = model.hf_quantizer
+    quantizer.written_as = form
+    try:
+        yield
+    finally:
+        quantizer.written_as = AUTO
+
+
 class _Configs:
-    """Stands for a method's class of settings."""
+    """Stands for a method's class of settings; theirs: transformers' own, None for this library's method."""
 
     def __init__(self, theirs: Any) -> None:
         self.theirs = theirs
 
     def from_dict(self, config: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-        if not (_enabled or _INSIDE.get()):
+        if self.theirs is not None and not (_enabled or _INSIDE.get()):
             return self.theirs.from_dict(config, *arguments, **options)
         try:
             Reader(config)
         except ValueError as error:
-            if _INSIDE.get():
+            if self.theirs is None or _INSIDE.get():
                 raise
             warnings.warn(f"octofuse leaves this checkpoint to transformers: {error}", stacklevel=2)
             return self.theirs.from_dict(config, *arguments, **options)
@@ -95,32 +183,33 @@ class _Quantizers:
         self.theirs = theirs
 
     def __call__(self, config: Any, **options: Any) -> Any:
-        return (OctofuseQuantizer if isinstance(config, FileConfig) else self.theirs)(config, **options)
+        ours = isinstance(config, (FileConfig, OctofuseConfig))
+        return (OctofuseQuantizer if ours else self.theirs)(config, **options)
 
 
 def stand_in() -> None:
     for method in FORMATS:
         if method not in _THEIRS:
-            quantizer, config = auto.AUTO_QUANTIZER_MAPPING[method], auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method]
-            _THEIRS[method] = (quantizer, config)
+            mappings = (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
+            _THEIRS[method] = quantizer, config = tuple(mapping.get(method) for mapping in mappings)
             auto.AUTO_QUANTIZER_MAPPING[method] = _Quantizers(quantizer)
             auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _Configs(config)
 
 
 def enable(wanted: bool) -> None:
     global _enabled
-    if wanted:
-        stand_in()
     _enabled = wanted
 
 
 @contextlib.contextmanager
 def reading_to(device: torch.device) -> Iterator[None]:
     """What this thread's `from_pretrained` reads meanwhile becomes layers on the device."""
-    stand_in()
     inside, where = _INSIDE.set(True), _DEVICE.set(device)
     try:
         yield
     finally:
         _INSIDE.reset(inside)
         _DEVICE.reset(where)
+
+
+stand_in()

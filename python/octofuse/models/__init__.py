@@ -1,8 +1,7 @@
-"""Whole models: which layers of a family are quantised, calibration, checkpoints and their evaluation."""
+"""Whole models: which layers of a family are quantised, calibration, and what it costs."""
 
 from typing import TYPE_CHECKING, Any
 
-from octofuse.models.checkpoint import load, save
 from octofuse.models.compare import Comparison, compare
 from octofuse.models.distill import distill_
 from octofuse.models.evaluate import GenerationSpeed, measure_generation, perplexity
@@ -23,11 +22,9 @@ __all__ = [
     "fallbacks",
     "frontier",
     "fuse_",
-    "load",
     "measure_generation",
     "perplexity",
     "quantize_",
-    "save",
     "unfuse_",
     "weight_bytes",
 ]

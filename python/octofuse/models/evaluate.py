@@ -56,7 +56,7 @@ def perplexity(
 
     on_window(done, all) reports progress.
     """
-    device = next(iter(model.buffers()), next(iter(model.parameters()))).device
+    device = next(model.parameters()).device
     batches = scored_windows(tokens, context, stride, batch)
     total, count = 0.0, 0
     with cpu.Threads(device) as threads:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from octofuse.files import attach, is_of_transformers
 from octofuse.models.blocks import Source, normed, valued
 from octofuse.models.smooth import fold, folded, scales_for
 from octofuse.nn import QUANTISED, PackedLinear, linear_layers, output_heads, quantised_layer, replace_module
 from octofuse.nn.linear import is_conv1d, weight_of
+from octofuse.nn.plan import Exceptions, schemes_of
 from octofuse.ops import cpu
 from octofuse.quant import AmaxObserver, AnyScheme, Histogram, Scheme, observe, scheme_named
 from octofuse.quant.affine import PERCENTILE
@@ -33,7 +34,7 @@ def quantize_(
     scheme: str | AnyScheme = "w8a8-dynamic",
     calibration: Iterable[Any] | None = None,
     *,
-    exceptions: Mapping[str, str | AnyScheme | None] | None = None,
+    exceptions: Exceptions | None = None,
     progress: bool = True,
 ) -> Model:
     """Quantise the model's linears in place and return it, its parameters frozen; quantised layers have a gradient for
@@ -66,7 +67,7 @@ def quantize_(
     if not layers:
         raise ValueError(f"model: expected linear layers to quantise, got none in {type(model).__name__}")
     layers = layers | heads
-    plan = _plan(layers, chosen, exceptions or {})
+    plan = schemes_of(layers, chosen, exceptions or {})
     layers = {name: layers[name] for name in plan}
     sources = smoothed_sources(model, plan)
     found = Calibrated()
@@ -95,6 +96,8 @@ def quantize_(
         model.config.tie_word_embeddings = False  # type: ignore[union-attr]
     _release_joined(model)
     model.requires_grad_(False)
+    if is_of_transformers(model):  # its save_pretrained would not say what it writes
+        attach(model)
     return model
 
 
@@ -115,29 +118,6 @@ class Calibrated:
     amax: dict[str, Tensor] = field(default_factory=dict)
     scales: list[Tensor] = field(default_factory=list)
     moments: dict[str, Tensor] = field(default_factory=dict)
-
-
-def _plan(
-    layers: Mapping[str, nn.Module], scheme: AnyScheme, exceptions: Mapping[str, str | AnyScheme | None]
-) -> dict[str, AnyScheme]:
-    """Each layer's scheme; layers that stay in floating point are left out."""
-    parsed = {pattern: None if given is None else scheme_named(given) for pattern, given in exceptions.items()}
-    unused = set(parsed)
-    plan = {}
-    for name in layers:
-        own: AnyScheme | None = scheme
-        for pattern, other in parsed.items():
-            if fnmatchcase(name, pattern) or name.endswith(f".{pattern}"):
-                unused.discard(pattern)
-                own = other
-                break
-        if own is not None:
-            plan[name] = own
-    if unused:
-        raise ValueError(f"exceptions: expected patterns that match a layer, got {', '.join(sorted(unused))}")
-    if not plan:
-        raise ValueError("exceptions: expected at least one layer to quantise, got none left")
-    return plan
 
 
 def smoothed_sources(model: nn.Module, plan: Mapping[str, AnyScheme]) -> list[Source]:
@@ -269,7 +249,7 @@ def weight_bytes(model: nn.Module) -> int:
 def fallbacks(model: nn.Module) -> list[str]:
     """One sentence for each way in which quantised layers run slower here than their kernels would, none if they do not."""
     layers = [module for module in model.modules() if isinstance(module, QUANTISED)]
-    devices = {next(layer.buffers()).device.type for layer in layers}
+    devices = {next(layer.parameters()).device.type for layer in layers}
     notes = []
     if "cpu" in devices and cpu.isa() == "portable":
         notes.append("this CPU has none of the instruction sets that octofuse knows: int8 may be slower than fp32")

@@ -1,4 +1,4 @@
-"""Layers: configuration, buffers and one op call each."""
+"""Layers: configuration, tensors and one op call each."""
 
 from octofuse.nn.find import linear_layers, output_heads, replace_module
 from octofuse.nn.floating import FloatingLinear, fused_layer

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octofuse.nn.frozen import FrozenLinear
 from octofuse.nn.gradient import multiplied
 from octofuse.nn.norm import Norm, check_one_in_front, in_front
 from octofuse.ops import (
@@ -21,12 +22,12 @@ from octofuse.ops.activations import Activation
 from octofuse.quant.affine import Scheme, quantize_weight, tensor_scale
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(FrozenLinear):
     """y = act(x @ weight^T + bias) with int8 operands; its tensors are frozen, x may have a gradient.
 
-    Buffers (all in the state dict): weight int8 `[N, K]`; weight_scale fp32 `[N]` or `[1]`; input_scale fp32 `[]` for
-    static activations; bias fp32, fp16 or bf16 `[N]` if there is one. Input and output are fp16, bf16 or fp32 `[..., K]`
-    and `[..., N]`, in the input's dtype. `engine` goes to `i8f16_linear` unchanged.
+    Parameters, without a gradient: weight int8 `[N, K]`; bias fp32, fp16 or bf16 `[N]` if there is one. Buffers:
+    weight_scale fp32 `[N]` or `[1]`; input_scale fp32 `[]` for static activations. Input and output are fp16, bf16 or
+    fp32 `[..., K]` and `[..., N]`, in the input's dtype. `engine` goes to `i8f16_linear` unchanged.
     """
 
     weight: Tensor
@@ -52,12 +53,12 @@ class Int8Linear(nn.Module):
         self.engine = "auto"
         scales = out_features if self.scheme.weights == "channel" else 1
         static = self.scheme.is_static
-        self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.int8, device=device))
+        self._register_frozen("weight", torch.zeros(out_features, in_features, dtype=torch.int8, device=device))
         # Named: inside transformers' from_pretrained the default dtype is the model's.
         fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
         self.register_buffer("weight_scale", torch.ones(scales, **fp32))
         self.register_buffer("input_scale", torch.ones((), **fp32) if static else None)
-        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+        self._register_frozen("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
 
     @classmethod
     def from_float(cls, layer: nn.Module, scheme: Scheme | None = None, input_amax: Tensor | None = None) -> Int8Linear:

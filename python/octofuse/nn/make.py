@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octofuse.nn.linear import Int8Linear
+from octofuse.nn.frozen import FrozenLinear
+from octofuse.nn.linear import Int8Linear, is_conv1d
 from octofuse.nn.weight_only import BCQLinear, PackedLinear, Sparse12Linear, WeightOnlyLinear
 from octofuse.quant import Scheme, WeightOnly
 
@@ -19,16 +20,19 @@ def quantised_layer(
     layer: nn.Module, scheme: Scheme | WeightOnly, *, amax: Tensor | None = None, moments: Tensor | None = None
 ) -> nn.Module:
     """The layer that stands for an nn.Linear or Conv1D; amax and moments: what calibration found, where it is needed."""
+    made: FrozenLinear
     if isinstance(scheme, Scheme):
-        return Int8Linear.from_float(layer, scheme, amax)
-    made: nn.Module = _PACKED[scheme.code].from_float(layer, scheme, moments)
+        made = Int8Linear.from_float(layer, scheme, amax)
+    else:
+        made = _PACKED[scheme.code].from_float(layer, scheme, moments)
+    made.is_conv1d = is_conv1d(layer)
     return made
 
 
 def empty_layer(
     in_features: int, out_features: int, *, bias: bool, scheme: Scheme | WeightOnly, dtype: torch.dtype
 ) -> nn.Module:
-    """A layer of this scheme whose buffers are yet to be filled."""
+    """A layer of this scheme whose tensors are yet to be filled."""
     if isinstance(scheme, Scheme):
         return Int8Linear(in_features, out_features, bias=bias, scheme=scheme, dtype=dtype)
     made: nn.Module = _PACKED[scheme.code](in_features, out_features, bias=bias, scheme=scheme, dtype=dtype)

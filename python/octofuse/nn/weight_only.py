@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from octofuse.nn.frozen import FrozenLinear
 from octofuse.nn.gradient import multiplied
 from octofuse.nn.linear import weight_of
 from octofuse.nn.norm import Norm, in_floating_point, in_front
@@ -22,14 +23,16 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-class PackedLinear(nn.Module):
-    """What all kinds share: packed int32 (quant.packing), bias `[N]` or None, and order, int64 `[K]` or None: which column
-    of x meets each column of the weight, as files with activation order have it. Buffers must not change under a call.
+class PackedLinear(FrozenLinear):
+    """What all kinds share: the Parameters packed, int32 (quant.packing), and bias, `[N]` or None; a buffer order, int64
+    `[K]` or None: which column of x meets each column of the weight, as files with activation order have it. None of them
+    must change under a call.
     """
 
     packed: Tensor
     bias: Tensor | None
     order: Tensor | None
+    weight_name = "packed"
     scales: ClassVar[str] = "scale"  # the buffer, `[G, N]` or `[G, planes, N]`, that the weight is linear in
     input_scale: ClassVar[Tensor | None] = None  # activations are in floating point
 
@@ -46,10 +49,10 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
         shape = (packed_rows(out_features), packed_words(self._width(), in_features))
-        self.register_buffer("packed", torch.zeros(shape, dtype=torch.int32, device=device))
+        self._register_frozen("packed", torch.zeros(shape, dtype=torch.int32, device=device))
         self._register(dtype, device)
         self.register_buffer("order", None)
-        self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+        self._register_frozen("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
 
     def _width(self) -> int:
         """Bits that a column takes."""
@@ -62,7 +65,9 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The packed codes as int8: for models that ask a linear's weight for its device or dtype (T5 does)."""
-        return self.packed.view(torch.int8)
+        seen = self.packed.view(torch.int8)
+        seen._is_hf_initialized = True  # type: ignore[attr-defined]  # GPT-2 fills c_proj.weight by its name
+        return seen
 
     @property
     def groups(self) -> int:

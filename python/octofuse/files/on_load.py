@@ -1,0 +1,96 @@
+"""Quantising while transformers loads a floating-point checkpoint: a linear becomes its layer once its weight is read.
+
+So no more lies in memory than the quantised model, and one linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+
+from octofuse.nn import linear_layers, output_heads, quantised_layer, replace_module
+from octofuse.nn.plan import schemes_of
+from octofuse.quant import AnyScheme, Scheme, scheme_named
+
+
+def bytes_a_weight(scheme: AnyScheme) -> float:
+    """Scales of groups included."""
+    if isinstance(scheme, Scheme):
+        return 1.0
+    bits = 4 if scheme.code == "sparse12" else scheme.bits
+    scales = 16 * bits if scheme.code == "bcq" else 24 if scheme.zero_points else 16
+    return (bits + (0 if scheme.group is None else scales / scheme.group)) / 8
+
+
+class OnLoad:
+    """Has the methods of `loading.Reader`, and what transformers asks a quantizer for every tensor."""
+
+    def __init__(self, scheme: str, exceptions: Mapping[str, str | None]) -> None:
+        self.scheme, self.exceptions = scheme_named(scheme), exceptions
+        self.plan: dict[str, AnyScheme] = {}
+        self.heads: set[str] = set()
+        self.dtype = torch.float32
+
+    def before(self, model: Any, files: list[Path], dtype: torch.dtype) -> None:
+        layers = linear_layers(model)
+        if not layers:
+            raise ValueError(f"model: expected linear layers to quantise, got none in {type(model).__name__}")
+        self.dtype, self.heads = dtype, {name for name in output_heads(model) if name in self.exceptions}
+        self.plan = schemes_of([*layers, *sorted(self.heads)], self.scheme, self.exceptions)
+
+    def needs(self, tensor: str) -> bool:
+        """Whether a tensor is to be quantised as it is read. A head may share its weight: it comes at the end."""
+        name, _, own = tensor.rpartition(".")
+        return own == "weight" and name in self.plan and name not in self.heads
+
+    def element_size(self, tensor: str) -> float:
+        return bytes_a_weight(self.plan[tensor.rpartition(".")[0]])
+
+    def quantise(self, model: nn.Module, name: str, weight: Tensor) -> None:
+        layer: Any = model.get_submodule(name)
+        layer.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
+        _exchange(model, name, layer, self.plan[name])
+
+    def after(self, model: Any) -> None:
+        for name in sorted(self.heads & self.plan.keys()):
+            _exchange(model, name, model.get_submodule(name), self.plan[name])
+            model.config.tie_word_embeddings = False
+        model.requires_grad_(False)
+
+
+def _exchange(model: nn.Module, name: str, layer: nn.Module, scheme: AnyScheme) -> None:
+    try:
+        built = quantised_layer(layer, scheme)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    for tensor in built.state_dict(keep_vars=True).values():  # some models initialise tensors by their names
+        tensor._is_hf_initialized = True
+    replace_module(model, name, built)
+
+
+class QuantiseOp(ConversionOps):  # type: ignore[misc]
+    """What transformers calls with a tensor that `OnLoad.needs`."""
+
+    def __init__(self, on_load: OnLoad) -> None:
+        self.on_load = on_load
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        *,
+        full_layer_name: str,
+        model: nn.Module,
+        missing_keys: Any = None,
+        **more: Any,
+    ) -> dict[str, Tensor]:
+        ((_, found),) = input_dict.items()
+        weight = found[0] if isinstance(found, list) else found
+        self.on_load.quantise(model, full_layer_name.rpartition(".")[0], weight)
+        if missing_keys is not None:
+            missing_keys.discard(full_layer_name)
+        return {}
