@@ -115,6 +115,8 @@ def exchange(model: nn.Module, name: str, layer: Any, scheme: str, dtype: torch.
 def fill(module: nn.Module, generator: torch.Generator) -> None:
     """With numbers that keep activations finite."""
     for name, parameter in module.named_parameters(recurse=False):
+        if not parameter.is_floating_point():
+            continue
         if parameter.dim() == 2:
             parameter.normal_(0, 0.7 * parameter.shape[-1] ** -0.5, generator=generator)
         else:

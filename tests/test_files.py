@@ -18,6 +18,7 @@ from checkpoints import INPUT_SCALE, Awq, Gptq, bits_to_words, compressed, write
 from helpers import PROMPTS, by_transformers
 from octofuse.files.words import unpack_words
 from octofuse.generate import Generator
+from octofuse.models import quantize_
 from octofuse.nn import Int8Linear, WeightOnlyLinear, linear_layers
 from octofuse.nn.linear import is_conv1d
 from test_models_families import small
@@ -275,8 +276,17 @@ def test_packing_in_parts_gives_the_same_bits(tmp_path: Path, monkeypatch: pytes
     written = Gptq(source, 3, 32, order=True)
     folder = write_folder(source, tmp_path / "model", written.tensors, written.config)
     whole = octofuse.from_pretrained(folder).state_dict()
-    monkeypatch.setattr("octofuse.files.formats.AT_ONCE", 2048)
+    monkeypatch.setattr("octofuse.quant.packing.AT_ONCE", 2048)
     parts = octofuse.from_pretrained(folder).state_dict()
+    assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w8a8-static-tensor", "w4a16-g32", "w3a16-g32-zp", "w4a16-g32-mse"])
+def test_quantising_in_parts_gives_the_same_bits(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = torch.randint(1, 97, (2, 11))
+    whole = quantize_(model_of("llama"), scheme, [tokens], progress=False).state_dict()
+    monkeypatch.setattr("octofuse.quant.packing.AT_ONCE", 2048)
+    parts = quantize_(model_of("llama"), scheme, [tokens], progress=False).state_dict()
     assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
 
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from octofuse.nn import WeightOnlyLinear, empty_layer
 from octofuse.quant import WeightOnly
-from octofuse.quant.packing import TILE_ROWS, pack
+from octofuse.quant.packing import pack, row_parts
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-AT_ONCE = 1 << 24  # weights that are packed at a time: it takes some 16 bytes for each
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,7 @@ def weight_only_layer(
     with torch.device("meta"):
         layer = empty_layer(k, n, bias=False, scheme=scheme, dtype=dtype)
     assert isinstance(layer, WeightOnlyLinear)
-    rows = max(1, AT_ONCE // (TILE_ROWS * k)) * TILE_ROWS
-    layer.packed = torch.cat([pack(part, bits) for part in codes.split(rows)])
+    layer.packed = torch.cat([pack(part, bits) for part in row_parts(codes)])
     layer.scale = scale.to(dtype).t().contiguous()
     if not bool(torch.isfinite(layer.scale).all()):
         raise ValueError(f"scales: expected values that {dtype} holds, got larger ones; ask for another dtype")

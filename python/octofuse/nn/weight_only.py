@@ -15,7 +15,7 @@ from octofuse.nn.norm import Norm, in_floating_point, in_front
 from octofuse.ops.activations import Activation
 from octofuse.ops.lowbit import bcq_linear, dequantize_lowbit, sparse12_linear, woq_linear
 from octofuse.quant import WeightOnly, bcq, gptq, grid, sparse
-from octofuse.quant.packing import pack, pack_pairs, packed_rows, packed_words
+from octofuse.quant.packing import pack, pack_pairs, packed_rows, packed_words, row_parts
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -179,11 +179,19 @@ class WeightOnlyLinear(PackedLinear):
             if moments is None:
                 raise ValueError("moments: expected calibrated second moments for gptq, got None")
             found = gptq(w, moments, scheme.bits, scheme.group, **zeros)
+            self._hold(pack(found.codes, scheme.bits), found.scale, found.zero)
         else:
-            search = scheme.method in ("mse", "awq")
-            found = grid.quantize_rows(w, scheme.bits, scheme.group, search=search, **zeros)
-        self.packed, self.scale = pack(found.codes, scheme.bits), found.scale.t().contiguous()
-        self.zero = found.zero.t().contiguous() if isinstance(found.zero, Tensor) else None
+            zeros["search"] = scheme.method in ("mse", "awq")
+            parts = (grid.quantize_rows(part, scheme.bits, scheme.group, **zeros) for part in row_parts(w))
+            # Packed at once, so that codes of one part alone are in memory.
+            done = [(pack(part.codes, scheme.bits), part.scale, part.zero) for part in parts]
+            packed, scales, zero_points = zip(*done, strict=True)
+            self._hold(torch.cat(packed), torch.cat(scales), grid.joined_zeros(zero_points, 0))
+
+    def _hold(self, packed: Tensor, scale: Tensor, zero: Tensor | int | None) -> None:
+        """scale and zero `[N, G]`."""
+        self.packed, self.scale = packed, scale.t().contiguous()
+        self.zero = zero.t().contiguous() if isinstance(zero, Tensor) else None
 
     def dequantized(self, scales: Tensor | None = None) -> Tensor:
         of_groups = (self.packed, self.scale if scales is None else scales, self.zeros, None)

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from octofuse.quant.packing import row_parts
 from octofuse.quant.weight_only import WeightOnly, weight_only_named
 from octofuse.reference import quantize, token_scales
 
@@ -146,7 +147,13 @@ def channel_scales(w: Tensor) -> Tensor:
 
 def quantize_weight(w: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     """w [N, K] float -> int8 [N, K] and its scales, fp32 [N] or [1]. ValueError if w holds NaN or Inf."""
-    if not torch.isfinite(w).all():
+    parts = row_parts(w)
+    if not torch.stack([torch.isfinite(part).all() for part in parts]).all():
         raise ValueError("weight: expected finite values, got NaN or Inf")
-    scales = channel_scales(w) if scheme.weights == "channel" else tensor_scale(w.float().abs().amax()).reshape(1)
-    return quantize(w, scales.reshape(-1, 1)), scales
+    if scheme.weights == "channel":
+        scales = [channel_scales(part) for part in parts]
+    else:
+        scales = [tensor_scale(torch.stack([part.float().abs().amax() for part in parts]).amax()).reshape(1)]
+    of_parts = scales if scheme.weights == "channel" else scales * len(parts)
+    codes = [quantize(part, own.reshape(-1, 1)) for part, own in zip(parts, of_parts, strict=True)]
+    return torch.cat(codes), torch.cat(scales)

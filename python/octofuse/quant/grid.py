@@ -76,10 +76,10 @@ def quantize_rows(
     return Quantised(torch.cat(codes, 1), torch.cat(scales, 1), joined_zeros(zeros), bits, group)
 
 
-def joined_zeros(zeros: Sequence[Tensor | int | None]) -> Tensor | int | None:
-    """Those of parts of the columns: [N, G] floats as uint8, or the one that all have."""
+def joined_zeros(zeros: Sequence[Tensor | int | None], dim: int = 1) -> Tensor | int | None:
+    """Those of parts of the columns (of the rows, with dim 0): [N, G] as uint8, or the one that all have."""
     tensors = [zero for zero in zeros if isinstance(zero, Tensor)]
-    return torch.cat(tensors, 1).to(torch.uint8) if tensors else zeros[0]
+    return torch.cat(tensors, dim).to(torch.uint8) if tensors else zeros[0]
 
 
 def fit(

@@ -29,6 +29,7 @@ from torch.nn.functional import pad
 
 TILE_ROWS = 16  # of a row tile
 BLOCK_K = 128  # columns of a k-block
+AT_ONCE = 1 << 22  # weights that are encoded or packed at a time: either takes some 16 bytes for each
 
 _FIELDS = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
@@ -65,6 +66,12 @@ def pack(codes: Tensor, bits: int, *, planes: bool = False) -> Tensor:
         words.append(_to_words(lanes >> low & (1 << width) - 1, width))
         low += width
     return torch.cat(words, -1).reshape(padded.shape[0], -1)
+
+
+def row_parts(w: Tensor) -> tuple[Tensor, ...]:
+    """[N, K] in parts of whole row tiles, of AT_ONCE weights or so."""
+    parts: tuple[Tensor, ...] = w.split(max(1, AT_ONCE // (TILE_ROWS * max(1, w.shape[1]))) * TILE_ROWS)
+    return parts
 
 
 def unpack(packed: Tensor, bits: int, rows: int, columns: int, *, planes: bool = False) -> Tensor:
