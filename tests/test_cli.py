@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -233,6 +234,34 @@ def test_eval_against_the_float_model(checkpoint: str, tmp_path) -> None:
         (("eval", "embedded", "--stride", "100000"), "stride: expected 1 to the context"),
     ):
         code, _, err = command(*more, "--device", "cpu")
+        assert code == 1
+        assert message in err
+
+
+def test_compare(checkpoint: str, tmp_path) -> None:
+    words = ("compare", "embedded", checkpoint, "--max-tokens", "1024", "--new-tokens", "8", "--device", "cpu")
+    code, out, err = command(*words)
+    assert code == 0, err
+    rows = {line.split("  ")[0].strip(): [float(n) for n in re.findall(r"[\d.]+", line)] for line in out.splitlines()}
+    assert rows["weights, MB"][0] == pytest.approx(16.23, abs=0.01)
+    assert rows["weights, MB"][1] < 0.5 * rows["weights, MB"][0]
+    first, second, ratio = rows["perplexity"]
+    assert ratio == pytest.approx(second / first, abs=2e-3)
+    assert rows["tokens/s, one sequence, cpu"][0] > 0
+    assert re.search(r"over 1024 tokens \(stride 256\): same top token 9\d\.\d+%; KL", out)
+    same = command("compare", checkpoint, checkpoint, "--max-tokens", "256", "--new-tokens", "2", "--device", "cpu")[1]
+    assert "same top token 100.00%" in same
+    other = tmp_path / "other"
+    shutil.copytree(EMBEDDED, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = []
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for more, message in (
+        (("embedded", str(other)), "second: expected the tokenizer of embedded, got another"),
+        (("embedded", "embedded", "--new-tokens", "10000"), "new-tokens: expected at most 504"),
+        (("embedded", "/no/dir"), "/no/dir: no such folder"),
+    ):
+        code, _, err = command("compare", *more, "--device", "cpu")
         assert code == 1
         assert message in err
 

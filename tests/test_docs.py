@@ -18,6 +18,7 @@ from octofuse.ops import decode, gemm, lowbit, quantize, rows
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NEEDS = {"docs/others.md": ("lm_eval", "peft")}  # of which the tests do not install the first
 EXAMPLES = [rows, gemm, lowbit, quantize]
 
 
@@ -53,8 +54,10 @@ def blocks() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("page", "code"), blocks(), ids=[page for page, _ in blocks()])
 def test_code_blocks(page: str, code: str, tmp_path: Path) -> None:
     """Those of a page run one after the other, as a reader would type them."""
+    for library in NEEDS.get(page, ()):
+        pytest.importorskip(library)
     (tmp_path / "page.py").write_text(code)
-    source = str(Path(octofuse.__file__).parents[1])
+    source = os.pathsep.join((str(Path(octofuse.__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
     settings = os.environ | {"PYTHONPATH": source, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, "page.py"], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=240

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from helpers import DEVICES, layer_of
 from octofuse.models import quantize_
-from octofuse.nn import Int8Linear, linear_layers, quantised_layer, replace_module
+from octofuse.nn import Int8Linear, WeightOnlyLinear, linear_layers, quantised_layer, replace_module
 from octofuse.quant import scheme_named
 from test_models_families import small
 
@@ -95,3 +98,30 @@ def test_adapters_learn_beside_a_quantised_model(scheme: str) -> None:
     assert losses[-1] < 0.92 * losses[0]
     after = {name.replace(".base.", "."): tensor for name, tensor in model.state_dict().items()}
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w4a16-g32"])
+@pytest.mark.filterwarnings("ignore:Unsupported layer type", "ignore::FutureWarning:transformers.*")
+def test_adapters_of_peft(scheme: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from peft.tuners.lora.layer import Linear
+
+    torch.manual_seed(0)
+    model = quantize_(small("llama"), scheme, progress=False)
+    tokens = torch.randint(1, 97, (4, 12))
+    before = model(tokens).logits
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    config._register_custom_module({Int8Linear: Linear, WeightOnlyLinear: Linear})
+    adapted = peft.get_peft_model(model, config)
+    assert torch.equal(adapted(tokens).logits, before)
+    optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(10):
+        loss = adapted(tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    adapted.save_pretrained(tmp_path)
+    assert not any("base_layer" in name for name in load_file(tmp_path / "adapter_model.safetensors"))

@@ -1,4 +1,4 @@
-"""The command line: `octofuse demo | quantize | schemes | generate | eval | frontier | tune | layout | doctor`."""
+"""Commands: `octofuse demo | quantize | generate | eval | compare | frontier | schemes | tune | layout | doctor`."""
 
 from __future__ import annotations
 
@@ -147,6 +147,23 @@ def evaluate(
         from octofuse.cli.evaluate import run_evaluate
 
         run_evaluate(console, model, against, text, max_tokens, stride, plot, device)
+
+
+@app.command(name="compare")
+def compare_models(
+    first: Annotated[str, typer.Argument(help="a folder, of any format that is read here, a hub name or 'embedded'")],
+    second: Annotated[str, typer.Argument(help="another, with the same tokenizer")],
+    text: Annotated[Path | None, typer.Option(help="text file; default: the held-out text that ships")] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="read at most this many tokens")] = 16384,
+    stride: Annotated[int | None, typer.Option(min=1, help="tokens between windows; default: half a window")] = None,
+    new_tokens: Annotated[int, typer.Option(min=2, help="tokens that the speed is measured over")] = 64,
+    device: Device = "auto",
+) -> None:
+    """Two models side by side: perplexity, agreement, KL divergence, size and speed."""
+    with _plain_errors():
+        from octofuse.cli.compare import run_compare
+
+        run_compare(console, first, second, text, max_tokens, stride, new_tokens, device)
 
 
 @app.command(name="frontier")

@@ -1,4 +1,4 @@
-"""A quantised model beside the floating-point one: what quantisation costs, and in which layer."""
+"""Two models beside each other: what quantisation costs, and in which layer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Comparison:
     """Over the same tokens: both perplexities, agreement, divergence, and the error of every quantised layer.
 
     Attributes:
-        perplexity, reference_perplexity: of the quantised and the floating-point model.
+        perplexity, reference_perplexity: of the model and of the reference.
         top1: share of positions where both find the same token likeliest.
-        kl: mean KL divergence of the quantised from the floating-point distribution, in nats a position.
+        kl: mean KL divergence of the model's distribution from the reference's, in nats a position.
         sqnr: dB by layer name, in the model's order: signal over noise of the layer's output in the running model, so
             it holds what earlier layers have added. A layer far below its neighbours is a bad one; inf: equal outputs.
     """
@@ -49,14 +49,19 @@ def compare(
     context: int,
     stride: int | None = None,
     batch: int = 4,
+    layers: bool = True,
     on_window: Callable[[int, int], None] | None = None,
 ) -> Comparison:
     """Run both models over `scored_windows` of tokens, int64 [T], once.
 
-    Args: model, a causal language model that `quantize_` has changed; reference, the one it was made of, on any device.
+    Args:
+        model: a causal language model that `quantize_` has changed.
+        reference: the one it was made of, on any device.
+        layers: without them any two models of one vocabulary may be compared, and there is no sqnr.
+
     Raises ValueError if they are not made alike, or nothing is quantised.
     """
-    pairs = _pairs(model, reference)
+    pairs = _pairs(model, reference) if layers else {}
     devices = [next(iter(m.parameters())).device for m in (model, reference)]
     sums = {name: [0.0, 0.0] for name in pairs}
     totals = [0.0] * 4  # negative log likelihoods of both, KL, agreeing positions
