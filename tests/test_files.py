@@ -195,7 +195,7 @@ def test_enable_gives_transformers_the_layers(tmp_path: Path) -> None:
         octofuse.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder)
         unserved = write_folder(
-            source, tmp_path / "unserved", written.tensors, written.config | {"dynamic": {"x": {"bits": 8}}}
+            source, tmp_path / "unserved", written.tensors, written.config | {"dynamic": {"x": {"bits": 5}}}
         )
         with (
             pytest.warns(UserWarning, match="octofuse leaves this checkpoint to transformers"),

@@ -81,7 +81,7 @@ def test_tensors_beside_the_layers_are_named(tmp_path: Path) -> None:
         ({"group_size": 16}, r"qzeros: expected shape \[4, 8\], got \[2, 8\]"),
         ({"group_size": "many"}, r"group_size: expected -1 or at least 1, got 'many'"),
         ({"checkpoint_format": "marlin"}, r"checkpoint_format: expected one of gptq, gptq_v2, got 'marlin'"),
-        ({"dynamic": {"+:.*": {"bits": 8}}}, r"dynamic: expected layers that are left out"),
+        ({"dynamic": {"+:.*": {"bits": 8}}}, r"qweight: expected shape \[16, 64\], got \[8, 64\]"),
     ],
 )
 def test_settings_that_are_not_served(change: dict[str, Any], message: str, tmp_path: Path) -> None:

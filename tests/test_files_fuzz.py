@@ -87,7 +87,7 @@ def test_mutated_headers(tmp_path: Path) -> None:
             path.write_bytes(size.to_bytes(8, "little") + changed + data)
             try:
                 found = read_headers([path])
-                planned(form, linears, found, "model.")
+                planned(form, linears, found, "model.", {})
                 for name, tensor in kept.items():
                     if name in found:
                         check_tensor(found[name], name, tensor)
@@ -121,7 +121,7 @@ def test_mutated_settings() -> None:
             try:
                 form = Reader(changed).format
                 for name, linear in linears.items():
-                    stored = form.stored(name, linear.module, frozenset({"qweight"}))
+                    stored = form.stored((name,), linear.module, frozenset({"qweight"}))
                     if stored is not None:
                         stored.wants(linear.n, linear.k)
             except ValueError:

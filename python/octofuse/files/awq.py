@@ -63,5 +63,5 @@ class Awq(Format):
             raise ValueError(f"bits: expected 4, got {bits!r}")
         self.kind = _Awq(group_size(config.get("group_size", config.get("q_group_size", 128))))
 
-    def stored(self, name: str, module: nn.Module, names: frozenset[str]) -> Stored | None:
-        return self.kind if "qweight" in names else None
+    def stored(self, names: tuple[str, ...], module: nn.Module, tensors: frozenset[str]) -> Stored | None:
+        return self.kind if "qweight" in tensors else None

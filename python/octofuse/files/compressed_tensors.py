@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octofuse.files.formats import FLOATS, Format, Stored, Want, checked_scales, is_one_of, weight_only_layer
+from octofuse.files.formats import FLOATS, Format, Stored, Want, checked_scales, is_one_of, order_of, weight_only_layer
 from octofuse.files.words import unpack_words, words_of
 from octofuse.nn import Int8Linear
 from octofuse.quant import Scheme
@@ -57,6 +57,7 @@ class _WeightOnly(Stored):
     group: int | None
     symmetric: bool
     packed: bool
+    ordered: bool = False  # columns have groups of their own choice
 
     def wants(self, n: int, k: int) -> dict[str, Want]:
         if self.group is not None and k % self.group != 0:
@@ -69,6 +70,8 @@ class _WeightOnly(Stored):
             found["weight_shape"] = Want((torch.int64, torch.int32), ((2,),))
         else:
             found["weight"] = Want((torch.int8,), ((n, k),))
+        if self.ordered:
+            found["weight_g_idx"] = Want((torch.int32, torch.int64), ((k,),))
         if not self.symmetric:
             zeros = (words_of(n, self.bits), groups) if self.packed else (n, groups)
             found["weight_zero_point"] = Want((torch.int32 if self.packed else torch.int8,), (zeros,))
@@ -92,7 +95,9 @@ class _WeightOnly(Stored):
                 )
             codes = (signed.to(torch.int16) + middle).to(torch.uint8)
             zero = None if zero is None else zero.to(torch.int16) + middle
-        return weight_only_layer(codes, scale, zero, self.bits, self.group, dtype)
+        order = order_of(tensors["weight_g_idx"], self.group or k) if self.ordered else None
+        codes = codes if order is None else codes[:, order]
+        return weight_only_layer(codes, scale, zero, self.bits, self.group, dtype, order)
 
 
 class CompressedTensors(Format):
@@ -114,14 +119,14 @@ class CompressedTensors(Format):
             targets = _patterns(f"config_groups.{name}.targets", group.get("targets") or ())
             self.groups.append((targets, _stored_of(name, group, config)))
 
-    def stored(self, name: str, module: nn.Module, names: frozenset[str]) -> Stored | None:
-        if any(_rank(pattern, name, module) is not None for pattern in self.ignore):
+    def stored(self, names: tuple[str, ...], module: nn.Module, tensors: frozenset[str]) -> Stored | None:
+        if any(_rank(pattern, names, module) is not None for pattern in self.ignore):
             return None
         ranked = [
             (rank, stored)
             for targets, stored in self.groups
             for target in targets
-            if (rank := _rank(target, name, module)) is not None
+            if (rank := _rank(target, names, module)) is not None
         ]
         return min(ranked, key=lambda pair: pair[0])[1] if ranked else None
 
@@ -138,12 +143,12 @@ def _patterns(what: str, given: Any) -> list[str]:
     return list(given)
 
 
-def _rank(pattern: str, name: str, module: nn.Module) -> int | None:
+def _rank(pattern: str, names: tuple[str, ...], module: nn.Module) -> int | None:
     """How closely a pattern names a module: 0, by name; 1, by an expression for its beginning; 2, by class; None: not."""
-    if pattern == name:
+    if pattern in names:
         return 0
     if pattern.startswith("re:"):
-        return 1 if re.match(pattern.removeprefix("re:"), name) else None
+        return 1 if any(re.match(pattern.removeprefix("re:"), name) for name in names) else None
     return 2 if any(pattern == kind.__name__ for kind in type(module).__mro__) else None
 
 
@@ -168,7 +173,8 @@ def _stored_of(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -
     expect("weights.num_bits", bits, *range(2, 9))
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
     symmetric = bool(weights.get("symmetric", True))
-    expect("weights.actorder", weights.get("actorder"), None, "weight", "static", False)
+    actorder = weights.get("actorder")
+    expect("weights.actorder", actorder, None, "weight", "static", False, "group", "dynamic")
     if activations is None or bits < 8:
         expect("weights.strategy", strategy, "group", "channel")
         if activations is not None:
@@ -177,7 +183,7 @@ def _stored_of(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -
         size = weights.get("group_size") if strategy == "group" else None
         if strategy == "group" and (type(size) is not int or size < 1):
             raise ValueError(f"config_groups.{name}.weights.group_size: expected at least 1, got {size!r}")
-        return _WeightOnly(bits, size, symmetric, form == PACKED)
+        return _WeightOnly(bits, size, symmetric, form == PACKED, actorder in ("group", "dynamic"))
     expect("format", form, *UNPACKED)
     expect("weights.symmetric", symmetric, True)
     expect("weights.strategy", strategy, "channel", "tensor")

@@ -45,8 +45,9 @@ class Format(ABC):
     def __init__(self, config: Mapping[str, Any]) -> None: ...
 
     @abstractmethod
-    def stored(self, name: str, module: nn.Module, names: frozenset[str]) -> Stored | None:
-        """Of the linear `name`, of which the file has the tensors `names`; None: it stays in floating point."""
+    def stored(self, names: tuple[str, ...], module: nn.Module, tensors: frozenset[str]) -> Stored | None:
+        """Of a linear of these names, the model's and the file's, of which the file has these tensors; None: it stays in
+        floating point."""
 
 
 def is_one_of(got: Any, allowed: Iterable[Any]) -> bool:
@@ -61,6 +62,20 @@ def group_size(size: Any) -> int | None:
     if type(size) is not int or size < 1:
         raise ValueError(f"group_size: expected -1 or at least 1, got {size!r}")
     return size
+
+
+def order_of(groups: Tensor, size: int) -> Tensor | None:
+    """Of each column's group, `[K]`, the columns group by group, `[K]`; None where they lie so already.
+
+    ValueError where a group has not `size` columns.
+    """
+    usual = torch.arange(groups.numel(), device=groups.device) // size
+    if torch.equal(groups.long(), usual) or bool((groups <= 0).all()):  # some writers leave it at 0 or -1
+        return None
+    order = groups.argsort(stable=True)
+    if not torch.equal(groups[order].long(), usual):
+        raise ValueError(f"g_idx: expected {size} columns of each of {int(usual[-1]) + 1} groups, got another division")
+    return order
 
 
 def checked_scales(name: str, scales: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ sorted here, and the layer gathers its input in that order.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,13 @@ from octofuse.files.formats import (
     checked_scales,
     group_size,
     is_one_of,
+    order_of,
     weight_only_layer,
 )
 from octofuse.files.words import unpack_words, words_of
+
+BITS = (2, 3, 4, 8)
+_ALL = ", ".join(map(str, BITS))
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class _Gptq(Stored):
         scales = checked_scales("scales", tensors["scales"]).t()
         order = None
         if (groups := tensors.get("g_idx")) is not None:
-            order = self._order_of(groups, k)
+            order = order_of(groups, k if self.group is None else self.group)
             codes = codes if order is None else codes[:, order]
         return weight_only_layer(codes, scales, zeros, self.bits, self.group, dtype, order)
 
@@ -60,33 +65,46 @@ class _Gptq(Stored):
             return unpack_words(words, self.bits, n) + 1 & 7
         return unpack_words(words + sum(1 << shift for shift in range(0, 32, self.bits)), self.bits, n)
 
-    def _order_of(self, groups: Tensor, k: int) -> Tensor | None:
-        """The columns, group by group; None where they lie so already."""
-        size = k if self.group is None else self.group
-        usual = torch.arange(k, device=groups.device) // size
-        if torch.equal(groups.long(), usual) or not bool(groups.any()):  # some writers leave it at 0
-            return None
-        order = groups.argsort(stable=True)
-        if not torch.equal(groups[order].long(), usual):
-            raise ValueError(f"g_idx: expected {size} columns of each of {-(-k // size)} groups, got another division")
-        return order
-
 
 class Gptq(Format):
     def __init__(self, config: Mapping[str, Any]) -> None:
         form = config.get("checkpoint_format") or config.get("format") or "gptq"
         for name, got, allowed in (
             ("checkpoint_format", form, ("gptq", "gptq_v2")),
-            ("bits", config.get("bits"), (2, 3, 4, 8)),
+            ("bits", config.get("bits"), BITS),
         ):
             if not is_one_of(got, allowed):
                 raise ValueError(f"{name}: expected one of {', '.join(map(str, allowed))}, got {got!r}")
-        settings = config.get("dynamic") or {}
-        if not isinstance(settings, Mapping) or any(
-            own for key, own in settings.items() if not str(key).startswith("-:")
-        ):
-            raise ValueError("dynamic: expected layers that are left out, got settings for single layers")
-        self.kind = _Gptq(config["bits"], group_size(config.get("group_size", 128)), form == "gptq")
+        self.settings = (config["bits"], group_size(config.get("group_size", 128)), form == "gptq")
+        self.kind = _Gptq(*self.settings)
+        self.others = self._others(config.get("dynamic") or {})
 
-    def stored(self, name: str, module: nn.Module, names: frozenset[str]) -> Stored | None:
-        return self.kind if "qweight" in names else None
+    def _others(self, dynamic: Any) -> list[tuple[re.Pattern[str], Stored | None]]:
+        """By expressions for the beginning of a layer's name, of which the first counts; behind "-:" none."""
+        if not isinstance(dynamic, Mapping):
+            raise ValueError(f"dynamic: expected an object, got {dynamic!r}")
+        found: list[tuple[re.Pattern[str], Stored | None]] = []
+        for key, own in dynamic.items():
+            try:
+                pattern = re.compile(key.removeprefix("-:").removeprefix("+:"))
+            except re.error as error:
+                raise ValueError(f"dynamic: expected regular expressions, got {key!r}: {error}") from None
+            if key.startswith("-:"):
+                found.append((pattern, None))
+                continue
+            if not isinstance(own, Mapping):
+                raise ValueError(f"dynamic: {key}: expected an object, got {own!r}")
+            bits, group, first = self.settings
+            if not is_one_of(own.get("bits", bits), BITS):
+                raise ValueError(f"dynamic: {key}: bits: expected one of {_ALL}, got {own['bits']!r}")
+            group = group_size(own["group_size"]) if "group_size" in own else group
+            found.append((pattern, _Gptq(own.get("bits", bits), group, first)))
+        return found
+
+    def stored(self, names: tuple[str, ...], module: nn.Module, tensors: frozenset[str]) -> Stored | None:
+        if "qweight" not in tensors:
+            return None
+        for pattern, kind in self.others:
+            if any(pattern.match(name) for name in names):
+                return kind
+        return self.kind

@@ -72,7 +72,8 @@ class Reader:
         linears = {
             name: Linear(layer, *_sizes(layer)) for name, layer in (linear_layers(model) | output_heads(model)).items()
         }
-        found = planned(self.format, linears, headers, f"{model.base_model_prefix}.")
+        headers, in_file = renamed(model, headers)
+        found = planned(self.format, linears, headers, f"{model.base_model_prefix}.", in_file)
         if not found:
             raise ValueError(f"{files[0]}: expected quantised linears, as quantization_config says, got none")
         for name, (stored, own) in found.items():
@@ -106,10 +107,33 @@ def _sizes(layer: Any) -> tuple[int, int]:
     return n, k
 
 
+def renamed(model: nn.Module, headers: Mapping[str, Header]) -> tuple[dict[str, Header], dict[str, str]]:
+    """The headers by the names that transformers will give their tensors, and of each module the name in the file.
+
+    Newer versions of transformers name parts of some models otherwise than their files do (Gemma 3, LLaVA, Qwen 2.5 VL).
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+    modules = {name for name, _ in model.named_modules()}
+    found, in_file = {}, {}
+    for name, header in headers.items():
+        module, _, own = name.rpartition(".")
+        new = rename_source_key(name, renamings, [])[0].rpartition(".")[0]
+        if new not in modules and module in modules:  # as transformers has it
+            new = module
+        found[f"{new}.{own}" if new else own] = header
+        in_file[new] = module
+    return found, in_file
+
+
 def planned(
-    form: Format, linears: Mapping[str, Linear], headers: Mapping[str, Header], prefix: str
+    form: Format, linears: Mapping[str, Linear], headers: Mapping[str, Header], prefix: str, in_file: Mapping[str, str]
 ) -> dict[str, tuple[Stored, dict[str, Header]]]:
-    """How each linear that is stored quantised is stored, and its tensors. prefix: of names, which a file may lack.
+    """How each linear that is stored quantised is stored, and its tensors.
+
+    prefix: of names, which a file may lack. in_file: what else the file calls a module.
 
     Raises ValueError that names the file and the tensor: one that is missing, surplus, or of another shape or dtype.
     """
@@ -120,7 +144,7 @@ def planned(
     found = {}
     for name, linear in linears.items():
         own_headers = by_module.get(name) or by_module.get(name.removeprefix(prefix), {})
-        stored = form.stored(name, linear.module, frozenset(own_headers))
+        stored = form.stored((name, in_file.get(name, name)), linear.module, frozenset(own_headers))
         if stored is not None:
             _check(name, stored, own_headers, linear)
             found[name] = (stored, own_headers)

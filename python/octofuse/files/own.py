@@ -76,8 +76,8 @@ class Own(Format):
         self.usual = _Own(_named(config.get("scheme")))
         self.others = {name: None if own is None else _Own(_named(own)) for name, own in others.items()}
 
-    def stored(self, name: str, module: nn.Module, names: frozenset[str]) -> Stored | None:
-        return self.others.get(name, self.usual if names - {"weight", "bias"} else None)
+    def stored(self, names: tuple[str, ...], module: nn.Module, tensors: frozenset[str]) -> Stored | None:
+        return self.others.get(names[0], self.usual if tensors - {"weight", "bias"} else None)
 
 
 def _named(name: Any) -> AnyScheme:
