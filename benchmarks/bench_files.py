@@ -50,7 +50,8 @@ def random_words(layer: Any, form: dict[str, Any]) -> dict[str, Tensor]:
     if form["quant_method"] == "awq":
         return found | {"qweight": words(k, n // 8)}
     of_columns = torch.arange(k, dtype=torch.int32) // GROUP
-    order = torch.randperm(k) if form["desc_act"] else torch.arange(k)
+    # One order for all linears of that width: those that read the same input have the same.
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(k)) if form["desc_act"] else torch.arange(k)
     return found | {"qweight": words(k // 8, n), "g_idx": of_columns[order]}
 
 

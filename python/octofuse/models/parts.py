@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from octofuse.models.architecture import Architecture, Heads
 from octofuse.nn import Int8Linear, Norm, PackedLinear, fused_layer, joined
 from octofuse.nn.floating import Fused
+from octofuse.nn.order import fold_order_
 from octofuse.ops.activations import Activation
 
 
@@ -41,8 +42,9 @@ Attend = Callable[[tuple[Tensor, ...], Tensor | None], Tensor]
 
 
 def parts_of(block: nn.Module, architecture: Architecture, *, joins: bool = False) -> Parts:
-    """The parts of a block. joins: linears that read the same become one where their kind allows it, and a Conv1D's
-    weight is transposed once; the block's own then share memory with what runs (`nn.joined`)."""
+    """The parts of a block. joins: linears that read the same become one where their kind allows it, a Conv1D's weight is
+    transposed once, and the feed-forward's activation order is folded away (`nn.order`); the block's own then share memory
+    with what runs (`nn.joined`)."""
     names = architecture.names
 
     def part(name: str) -> Any:  # get_submodule takes twice as long, and fused blocks ask at every call
@@ -59,6 +61,8 @@ def parts_of(block: nn.Module, architecture: Architecture, *, joins: bool = Fals
     def norm(name: str | None) -> Norm | None:
         return None if name is None else architecture.norm(part(name))
 
+    if joins:
+        fold_order_([part(name) for name in names.up], part(names.down))
     return Parts(
         architecture.norm(part(names.attention_norm)), linears(names.qkv), linears((names.projection,))[0],
         architecture.norm(part(names.feed_forward_norm)), linears(names.up), linears((names.down,))[0],
