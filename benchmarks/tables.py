@@ -239,9 +239,18 @@ def outcome(tool: dict[str, Any]) -> str:
     return str(tool["summary"]) if note is None else f"{tool['summary']}; {note}"
 
 
+def files() -> str:
+    """Loading a model: seconds and memory."""
+    rows = []
+    for row in result("h200/files")["rows"]:
+        sizes = (f"{row[name]:.1f}" for name in ("file GB", "model GB", "peak GB"))
+        rows.append((row["what"], f"{row['s']:.1f}", *sizes, thousands(row["tokens/s"])))
+    return lines(("checkpoint", "seconds", "file, GB", "model, GB", "at most, GB", "tokens/s"), rows)
+
+
 def versions() -> str:
     found = result("h200/gemm")
-    names = ("tests", "gemm", "decode", "gpt2", "lowbit")
+    names = ("tests", "gemm", "decode", "gpt2", "lowbit", "files")
     ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in names]
     return (
         f"One H200, torch {found['torch']}, driver {found['driver']}, cuBLASLt {found['cublaslt']}. `cpp/` was, for "
@@ -253,7 +262,7 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         highlights, schemes, costs, gemm, lowbit, decoders, decoder_loads, decoders_h100, decoder_loads_h100, gpt2, batches,
-        cpu_avx2, cpu_avx512, llama_cpp, machines, tests, versions,
+        files, cpu_avx2, cpu_avx512, llama_cpp, machines, tests, versions,
     )
 }  # fmt: skip
 
