@@ -16,6 +16,7 @@ from torch import Tensor
 import octofuse
 from checkpoints import Gptq, compressed, write_folder
 from octofuse import OctofuseConfig
+from octofuse.files.patterns import compiled
 from octofuse.models import quantize_
 from octofuse.nn import QUANTISED, WeightOnlyLinear, linear_layers
 from test_files import check, model_of, needs_theirs
@@ -163,3 +164,21 @@ def packed(codes: Tensor) -> Tensor:
     shifts = torch.arange(0, 32, 4, dtype=torch.int64)
     words = (codes.long().unflatten(1, (-1, 8)) << shifts).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+@pytest.mark.parametrize(
+    "text", [r".*\.mlp\.(gate|up)_proj$", r"(?:.*\.)?lm_head", r"model\.layers\.(0|1|2\d)\..*q_proj", r"[a-z]{2,3}\d*",
+             r"^(?!.*(down|up)).*$", r".*layers\.\d+\.self_attn\.(q|k|v)_proj.*"],
+)  # fmt: skip
+def test_expressions_that_end(text: str) -> None:
+    assert compiled("ignore", text).pattern == text
+
+
+@pytest.mark.parametrize(
+    "text", [r"(a+)+$", r"(\w+\.?)+x", r"(.*)*x", r"(ab|b*)*", r"(?:ab|a.)*x", r"(aa?)*x", r".*" * 20 + "x", r"(?=(a+)+)",
+             r"(x{0,5000}y)*", r"((a{1,99}){1,99})"],
+)  # fmt: skip
+def test_expressions_that_may_not_end(text: str) -> None:
+    """Of a name of 60 letters each of these could take years."""
+    with pytest.raises(ValueError, match=r"ignore: expected regular expressions that end soon, got "):
+        compiled("ignore", text)

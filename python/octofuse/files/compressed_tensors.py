@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.files.formats import FLOATS, Format, Stored, Want, checked_scales, is_one_of, order_of, weight_only_layer
+from octofuse.files.patterns import compiled
 from octofuse.files.words import unpack_words, words_of
 from octofuse.nn import Int8Linear
 from octofuse.quant import Scheme
@@ -136,10 +137,8 @@ def _patterns(what: str, given: Any) -> list[str]:
     if not isinstance(given, (list, tuple)) or not all(isinstance(one, str) for one in given):
         raise ValueError(f"{what}: expected a list of names, got {given!r}")
     for one in given:
-        try:
-            re.compile(one.removeprefix("re:") if one.startswith("re:") else "")
-        except re.error as error:
-            raise ValueError(f"{what}: expected regular expressions, got {one!r}: {error}") from None
+        if one.startswith("re:"):
+            compiled(what, one.removeprefix("re:"))
     return list(given)
 
 

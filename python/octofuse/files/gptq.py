@@ -26,6 +26,7 @@ from octofuse.files.formats import (
     order_of,
     weight_only_layer,
 )
+from octofuse.files.patterns import compiled
 from octofuse.files.words import unpack_words, words_of
 
 BITS = (2, 3, 4, 8)
@@ -85,10 +86,7 @@ class Gptq(Format):
             raise ValueError(f"dynamic: expected an object, got {dynamic!r}")
         found: list[tuple[re.Pattern[str], Stored | None]] = []
         for key, own in dynamic.items():
-            try:
-                pattern = re.compile(key.removeprefix("-:").removeprefix("+:"))
-            except re.error as error:
-                raise ValueError(f"dynamic: expected regular expressions, got {key!r}: {error}") from None
+            pattern = compiled("dynamic", key.removeprefix("-:").removeprefix("+:"))
             if key.startswith("-:"):
                 found.append((pattern, None))
                 continue
