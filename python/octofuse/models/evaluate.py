@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import time
@@ -98,11 +99,13 @@ def _timed_generation(model: nn.Module, prompt: Tensor, new_tokens: int) -> Gene
             torch.cuda.synchronize(prompt.device)
         return time.perf_counter()
 
+    parameters = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in parameters else "past_key_values"  # since transformers 5.24, and before it
     stamps = [now()]
     ids, cache, tokens = prompt, None, []
     for _ in range(new_tokens):
-        output = model(ids, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(ids, use_cache=True, **{name: cache})
+        cache = getattr(output, name)
         ids = output.logits[:, -1:].argmax(-1)
         tokens.append(int(ids))
         stamps.append(now())

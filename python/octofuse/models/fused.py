@@ -63,6 +63,9 @@ def unfuse_(model: nn.Module) -> nn.Module:
     return model
 
 
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")  # since transformers 5.24, before it, and in GPT-NeoX
+
+
 def _blocks(model: nn.Module, names: Names) -> list[Any]:
     blocks: Any = model.get_submodule(names.blocks)
     return list(blocks)
@@ -97,8 +100,8 @@ def _block_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     architecture, heads = self.octofuse_description
     parts = parts_of(self, architecture)
     x = given.pop("hidden_states")
-    cache = given.pop("past_key_values", None)
-    cache = given.pop("layer_past", cache)  # as GPT-NeoX calls it
+    caches = [given.pop(name, None) for name in CACHE_NAMES]
+    cache = next((one for one in caches if one is not None), None)
     # By the attention's own module, so that hooks on it (those that keep attention's weights, for one) are called.
     y, _ = _attention_of(self, architecture.names)(
         x, parts=parts, heads=heads, architecture=architecture, cache=cache, **given
