@@ -40,6 +40,8 @@ def check(name: str, layer: Any) -> None:
         return
     if layer.order is not None:
         raise ValueError(f"{name}: expected columns in their own order, got activation order")
+    if layer.zero is not None and int(layer.zero.max()) >= 1 << layer.scheme.bits:
+        raise ValueError(f"{name}: expected zero points of {layer.scheme.bits} bits, got {int(layer.zero.max())}")
     group = layer.scheme.group
     if group is not None and layer.in_features % group != 0:
         raise ValueError(f"{name}: expected groups of {group} that divide K, got K = {layer.in_features}")
@@ -48,8 +50,7 @@ def check(name: str, layer: Any) -> None:
 def tensors_of(layer: Any) -> dict[str, Tensor]:
     """Bias apart."""
     if isinstance(layer, Int8Linear):
-        by_channel = layer.weight_scale.numel() > 1 or layer.out_features == 1
-        scale = layer.weight_scale.view(-1, 1) if by_channel else layer.weight_scale
+        scale = layer.weight_scale.view(-1, 1) if layer.scheme.weights == "channel" else layer.weight_scale
         found = {"weight": layer.weight.detach(), "weight_scale": scale}
         return found if layer.input_scale is None else found | {"input_scale": layer.input_scale.view(1)}
     n, k, bits = layer.out_features, layer.in_features, layer.scheme.bits

@@ -86,13 +86,13 @@ def weight_files(folder: Path) -> list[Path]:
     name that leads out of the folder.
     """
     index = folder / INDEX
-    if not index.is_file():
-        if not (folder / WHOLE).is_file():
-            pickled = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt"))
-            more = f"; {pickled[0].name} is a pickle, which could run code and is not read" if pickled else ""
-            raise FileNotFoundError(f"{folder}: expected {WHOLE} or {INDEX}, found neither{more}")
+    if (folder / WHOLE).is_file():  # which transformers takes, whatever an index beside it says
         read_headers([folder / WHOLE])
         return [folder / WHOLE]
+    if not index.is_file():
+        pickled = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt"))
+        more = f"; {pickled[0].name} is a pickle, which could run code and is not read" if pickled else ""
+        raise FileNotFoundError(f"{folder}: expected {WHOLE} or {INDEX}, found neither{more}")
     names = json_of(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{index}: expected weight_map, an object of file names by tensor")

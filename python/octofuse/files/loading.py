@@ -35,6 +35,7 @@ class _Waiting(nn.Module):
 
     def __init__(self, linear: Linear, stored: Stored, headers: Mapping[str, Header]) -> None:
         super().__init__()
+        self.in_features, self.out_features = linear.k, linear.n  # some models ask for them meanwhile
         self.n, self.k, self.is_conv1d, self.stored = linear.n, linear.k, is_conv1d(linear.module), stored
         self.file = next(iter(headers.values())).file
         for name, header in headers.items():
@@ -143,7 +144,12 @@ def planned(
         by_module.setdefault(module, {})[own] = header
     found = {}
     for name, linear in linears.items():
-        own_headers = by_module.get(name) or by_module.get(name.removeprefix(prefix), {})
+        spellings = (
+            name,
+            name.removeprefix(prefix),
+            prefix + name,
+        )  # of a base model, of its file, the other way round
+        own_headers = next((by_module[one] for one in spellings if one in by_module), {})
         stored = form.stored((name, in_file.get(name, name)), linear.module, frozenset(own_headers))
         if stored is not None:
             _check(name, stored, own_headers, linear)
@@ -232,10 +238,15 @@ def from_pretrained(
     if "device_map" in options:
         raise ValueError(f"device_map: expected device in its place, got {options['device_map']!r}")
     device = torch.device(device)
+    if not str(name):
+        raise ValueError("name: expected a folder or a hub name, got an empty one")
     folder = local_folder(str(name))
     if folder is not None:
-        method_of(folder)
-        weight_files(folder)
+        if options.get("variant") is not None:
+            raise ValueError(f"variant: expected none of a folder, got {options['variant']!r}")
+        inside = folder / str(options.get("subfolder") or "")
+        method_of(inside)
+        weight_files(inside)
     from octofuse.files.quantizer import reading_to
 
     where = str(folder or name)
@@ -252,9 +263,10 @@ def _class_of(name: str, options: Mapping[str, Any]) -> Any:
     import transformers
 
     config = options.get("config") or transformers.AutoConfig.from_pretrained(name, **options)
-    saved = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    names = getattr(config, "architectures", None) or [""]
+    saved: Any = getattr(transformers, str(names[0]), None)
     is_model = isinstance(saved, type) and issubclass(saved, transformers.PreTrainedModel)
-    return saved if is_model else transformers.AutoModelForCausalLM
+    return saved if is_model and saved.config_class is not None else transformers.AutoModelForCausalLM
 
 
 def _refuse_gaps(name: str | Path, report: Mapping[str, Any]) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
+from octofuse.files.headers import read_headers
+from octofuse.files.loading import check_tensor, renamed
 from octofuse.nn import linear_layers, output_heads, quantised_layer, replace_module
 from octofuse.nn.plan import schemes_of
 from octofuse.quant import AnyScheme, Scheme, scheme_named
@@ -34,14 +36,18 @@ class OnLoad:
         self.scheme, self.exceptions = scheme_named(scheme), exceptions
         self.plan: dict[str, AnyScheme] = {}
         self.heads: set[str] = set()
-        self.dtype = torch.float32
 
     def before(self, model: Any, files: list[Path], dtype: torch.dtype) -> None:
         layers = linear_layers(model)
         if not layers:
             raise ValueError(f"model: expected linear layers to quantise, got none in {type(model).__name__}")
-        self.dtype, self.heads = dtype, {name for name in output_heads(model) if name in self.exceptions}
+        self.heads = {name for name in output_heads(model) if name in self.exceptions}
         self.plan = schemes_of([*layers, *sorted(self.heads)], self.scheme, self.exceptions)
+        if all(file.suffix == ".safetensors" for file in files):  # transformers looks at what it stores itself alone
+            headers, _ = renamed(model, read_headers(files))
+            for name in layers.keys() & self.plan.keys():
+                if (header := headers.get(f"{name}.weight")) is not None:
+                    check_tensor(header, f"{name}.weight", layers[name].weight)  # type: ignore[arg-type]
 
     def needs(self, tensor: str) -> bool:
         """Whether a tensor is to be quantised as it is read. A head may share its weight: it comes at the end."""
@@ -51,11 +57,13 @@ class OnLoad:
     def element_size(self, tensor: str) -> float:
         return bytes_a_weight(self.plan[tensor.rpartition(".")[0]])
 
+    @torch.inference_mode(False)  # else their tensors could never be loaded into again
     def quantise(self, model: nn.Module, name: str, weight: Tensor) -> None:
         layer: Any = model.get_submodule(name)
-        layer.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
         _exchange(model, name, layer, self.plan[name])
 
+    @torch.inference_mode(False)
     def after(self, model: Any) -> None:
         for name in sorted(self.heads & self.plan.keys()):
             _exchange(model, name, model.get_submodule(name), self.plan[name])
@@ -80,17 +88,14 @@ class QuantiseOp(ConversionOps):  # type: ignore[misc]
         self.on_load = on_load
 
     def convert(
-        self,
-        input_dict: dict[str, Any],
-        *,
-        full_layer_name: str,
-        model: nn.Module,
-        missing_keys: Any = None,
-        **more: Any,
-    ) -> dict[str, Tensor]:
-        ((_, found),) = input_dict.items()
-        weight = found[0] if isinstance(found, list) else found
-        self.on_load.quantise(model, full_layer_name.rpartition(".")[0], weight)
-        if missing_keys is not None:
-            missing_keys.discard(full_layer_name)
-        return {}
+        self, input_dict: dict[str, Any], *, model: nn.Module, missing_keys: Any = None, **more: Any
+    ) -> dict[str, Any]:
+        left = {}
+        for name, found in input_dict.items():
+            if not self.on_load.needs(name):
+                left[name] = found
+                continue
+            self.on_load.quantise(model, name.rpartition(".")[0], found[0] if isinstance(found, list) else found)
+            if missing_keys is not None:
+                missing_keys.discard(name)
+        return left

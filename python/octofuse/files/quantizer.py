@@ -23,7 +23,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from octofuse.files.loading import FORMATS, Reader
 from octofuse.files.on_load import OnLoad, QuantiseOp
 from octofuse.files.own import METHOD
-from octofuse.files.writing import AUTO, config_of, tensors_of
+from octofuse.files.writing import AUTO, config_of, is_of_transformers, keep_own_names, tensors_of
+from octofuse.nn import QUANTISED
 from octofuse.quant import AnyScheme, scheme_named
 
 _INSIDE: ContextVar[bool] = ContextVar("octofuse_from_pretrained", default=False)
@@ -122,7 +123,10 @@ class OctofuseQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """transformers writes the model's config after this: it then speaks of the layers as they are now."""
+        if getattr(model, "_hf_peft_config_loaded", False):  # it writes the adapters alone
+            return model.state_dict(), {}
         model.config.quantization_config = FileConfig(config_of(model, self.written_as))
+        keep_own_names(model)
         return tensors_of(model, self.written_as), {}
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -140,10 +144,10 @@ class OctofuseQuantizer(HfQuantizer):  # type: ignore[misc]
 
 def attach(model: Any) -> None:
     """What `files.attach` says."""
-    config = FileConfig(config_of(model))
-    if not isinstance(getattr(model, "hf_quantizer", None), OctofuseQuantizer):
-        model.hf_quantizer = OctofuseQuantizer(config)
-    model.config.quantization_config = config
+    for module in model.modules():
+        is_ours = isinstance(getattr(module, "hf_quantizer", None), OctofuseQuantizer)
+        if not is_ours and is_of_transformers(module) and any(isinstance(m, QUANTISED) for m in module.modules()):
+            module.hf_quantizer = OctofuseQuantizer(OctofuseConfig())  # it only writes
 
 
 @contextlib.contextmanager

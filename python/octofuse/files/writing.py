@@ -50,6 +50,9 @@ def save_pretrained(
         raise ValueError(f"format: expected one of {', '.join(FORMATS_WRITTEN)}, got {format!r}")
     if not is_of_transformers(model):
         raise TypeError(f"model: expected a model of transformers, got {type(model).__name__}")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError("model: expected one without adapters, which model.save_pretrained writes alone")
+    format_of(quantised_layers(model), format)
     attach(model)
     from octofuse.files.quantizer import written_as
 
@@ -67,10 +70,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def attach(model: nn.Module) -> None:
-    """Let the transformers model's own `save_pretrained` and `push_to_hub` write its quantised layers.
-
-    ValueError if it has none.
-    """
+    """Let the own `save_pretrained` and `push_to_hub` of every transformers model in it write quantised layers."""
     from octofuse.files import quantizer
 
     quantizer.attach(model)
@@ -110,12 +110,34 @@ def tensors_of(model: nn.Module, wanted: str = AUTO) -> dict[str, Tensor]:
     """The state dict as its file has it, on the CPU."""
     layers = quantised_layers(model)
     written = _WRITTEN[format_of(layers, wanted)]
+    if away := next((name for name, tensor in model.state_dict().items() if tensor.is_meta), None):
+        raise ValueError(f"{away}: expected a tensor in memory, got one that is offloaded")
     inside = {f"{name}.{key}" for name, layer in layers.items() for key in layer.state_dict() if key != "bias"}
     found = _unique_tensors({name: tensor for name, tensor in model.state_dict().items() if name not in inside})
     for name, layer in layers.items():
         own_tensors = written.tensors_of(layer).items()
         found |= {f"{name}.{key}": tensor.detach().cpu().contiguous() for key, tensor in own_tensors}
     return found
+
+
+def keep_own_names(model: Any) -> None:
+    """transformers would merge the weights of some families' linears again, as their files have them, and leave the
+    scales: quantised ones are written as the model has them, which it reads as well."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightConverter
+
+    tensors = [f"{name}.{own}" for name in quantised_layers(model) for own in ("weight", "bias")]
+    known = getattr(model, "_weight_conversions", None)
+    if known is None:
+        known = [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
+    merging = [
+        entry
+        for entry in known
+        if isinstance(entry, WeightConverter)
+        and any(tensor.endswith(end.lstrip("^.").rstrip("$")) for end in entry.target_patterns for tensor in tensors)
+    ]
+    if merging:
+        model._weight_conversions = [entry for entry in known if entry not in merging]
 
 
 def _unique_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

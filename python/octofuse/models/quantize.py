@@ -96,8 +96,8 @@ def quantize_(
         model.config.tie_word_embeddings = False  # type: ignore[union-attr]
     _release_joined(model)
     model.requires_grad_(False)
-    if is_of_transformers(model):  # its save_pretrained would not say what it writes
-        attach(model)
+    if any(is_of_transformers(module) for module in model.modules()):
+        attach(model)  # their save_pretrained would not say what they write
     return model
 
 

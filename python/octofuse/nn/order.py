@@ -13,6 +13,7 @@ from octofuse.nn.weight_only import PackedLinear, WeightOnlyLinear
 from octofuse.quant.packing import pack, row_parts, unpack
 
 
+@torch.inference_mode(False)  # else their tensors could never be loaded into again
 @torch.no_grad()
 def fold_order_(before: Sequence[nn.Module], layer: nn.Module) -> None:
     """Exchange output channels of `before` in place, so that `layer` reads its input as it comes.
