@@ -95,7 +95,11 @@ def row_cases() -> int:
             octofuse.rms_norm_quantize(x.cuda(), weight.cuda(), scale=0.02)
             octofuse.gated_activation_quantize(torch.cat([x, residual], -1).cuda())
             octofuse.activate(x.cuda(), "gelu")
-            count += 4
+            order = torch.randperm(shape[-1]).int()
+            octofuse.rms_norm(x.cuda(), weight.cuda(), order=order.cuda())
+            octofuse.gated_activation(torch.cat([x, residual], -1).cuda(), order=order.cuda())
+            assert torch.equal(octofuse.reorder(x.cuda(), order.cuda()).cpu(), x[..., order.long()])
+            count += 7
     return count
 
 

@@ -49,7 +49,7 @@ def test_layers_in_front(scheme: str | None) -> None:
     else:
         quantize_(model, "w4a16-g32", exceptions={"gate_proj": None, "up_proj": None}, progress=False)
     mlp = model.model.layers[0].mlp
-    mlp.down_proj.order = torch.randperm(mlp.down_proj.in_features, generator=torch.Generator().manual_seed(1))
+    mlp.down_proj.order = torch.randperm(mlp.down_proj.in_features, generator=torch.Generator().manual_seed(1)).int()
     want = model(ids()).logits
     fold_order_([mlp.gate_proj, mlp.up_proj], mlp.down_proj)
     assert mlp.down_proj.order is None
@@ -59,7 +59,7 @@ def test_layers_in_front(scheme: str | None) -> None:
 def test_what_cannot_be_exchanged_stays() -> None:
     model = quantize_(model_of("llama"), "bcq-q3-g32", exceptions={"down_proj": "w4a16-g32"}, progress=False)
     mlp = model.model.layers[0].mlp
-    mlp.down_proj.order = torch.randperm(mlp.down_proj.in_features)
+    mlp.down_proj.order = torch.randperm(mlp.down_proj.in_features).int()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fold_order_([mlp.gate_proj, mlp.up_proj], mlp.down_proj)
     fold_order_([model.model.layers[0].self_attn.v_proj], model.model.layers[0].self_attn.o_proj)

@@ -12,6 +12,18 @@
 namespace octofuse {
 namespace {
 
+// int32 [cols], contiguous, or None.
+const int32_t* parse_order(py::handle object, const TensorView& x, int64_t cols) {
+  if (object.is_none()) return nullptr;
+  const TensorView order(object, "order");
+  expect_dtype(order, {DType::kInt32});
+  expect_same_device(order, x);
+  if (order.ndim() != 1 || order.size(0) != cols || !order.is_contiguous()) {
+    refuse<ValueError>("order", "a contiguous tensor of shape [" + std::to_string(cols) + "]", order.shape_text());
+  }
+  return static_cast<const int32_t*>(order.data());
+}
+
 // On the tensors' device.
 void run_pass(const RowPassArgs& args, const TensorView& x, const TensorFactory& factory) {
   if (!x.on_cpu()) return row_pass(args, x.device(), factory.current_stream());
@@ -65,8 +77,25 @@ py::object per_token(py::handle x_object) {
   return py::make_tuple(result, result_scales);
 }
 
-// op: "layer_norm", "rms_norm", "activation" or "gated_activation". Returns [y or q] + [scales, if they were found
-// here] + [x + residual, if there is one].
+// A norm or an activation of rows that are too long to be put into order on their way: in two passes.
+void run_ordered(RowPassArgs args, const TensorView& x, const TensorFactory& factory) {
+  if (x.on_cpu() || orders_row(args)) return run_pass(args, x, factory);
+  RowPassArgs reorder;
+  reorder.rows = args.rows;
+  reorder.cols = reorder.ldx = args.cols;
+  reorder.type = args.type;
+  reorder.y = args.y;
+  reorder.order = args.order;
+  reorder.constants = args.constants;
+  args.order = nullptr;
+  const py::object between = factory.make({args.rows, args.cols}, args.type, &args.y);
+  reorder.x = args.y;
+  run_pass(args, x, factory);
+  run_pass(reorder, x, factory);
+}
+
+// op: "layer_norm", "rms_norm", "activation", "gated_activation" or "reorder". Returns [y or q] + [scales, if they were
+// found here] + [x + residual, if there is one].
 py::object rows(const py::tuple& fields) {
   const RowsFields given(fields);
   const std::string op = parse_str(given.op, "op");
@@ -80,7 +109,7 @@ py::object rows(const py::tuple& fields) {
   if (op == "layer_norm" || op == "rms_norm") {
     parse_norm(op, {given.weight, given.bias, given.eps, "weight", "bias"}, x, args);
     parse_added(residual, x, args);
-  } else {
+  } else if (op != "reorder") {
     args.activation = parse_activation(given.activation);
     if (args.activation == Activation::kNone) {
       refuse<ValueError>("activation", activation_names(), "None");
@@ -91,6 +120,11 @@ py::object rows(const py::tuple& fields) {
     }
     if (args.gated) shape.back() = args.cols /= 2;
   }
+  args.order = parse_order(given.order, x, args.cols);
+  if (args.order != nullptr && (quantize || !residual.is_none())) {
+    refuse<ValueError>("order", "None with a residual or int8 output", "a tensor");
+  }
+  if (op == "reorder" && args.order == nullptr) refuse<TypeError>("order", "an int32 tensor", "None");
   const bool dynamic = quantize && scale.is_none();
   if (quantize && !dynamic) args.scale = parse_scale(scale, "scale", -1, x);
   const TensorFactory factory(x.dl.device);
@@ -108,7 +142,11 @@ py::object rows(const py::tuple& fields) {
   }
   // Not by args.residual: an empty tensor has no address.
   if (!residual.is_none()) results.append(factory.make(shape, x.dtype, &args.sum));
-  run_pass(args, x, factory);
+  if (args.order == nullptr) {
+    run_pass(args, x, factory);
+  } else {
+    run_ordered(args, x, factory);
+  }
   return results;
 }
 

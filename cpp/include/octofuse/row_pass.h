@@ -28,6 +28,9 @@ struct RowPassArgs {
   float eps = 0.0F;
   Activation activation = Activation::kNone;
   bool gated = false;
+  // y's column j is the result's column order[j]; null: as they are. Only with y, and without `sum`. Values outside
+  // [0, cols) read the last column.
+  const int32_t* order = nullptr;
   // The output, contiguous: y in `type`, or q, which starts at a multiple of 8 bytes if it is COL32. With `scales`
   // every row gets its own scale, else all have `scale`.
   void* y = nullptr;
@@ -35,13 +38,16 @@ struct RowPassArgs {
   int64_t q_group = 0;  // q in COL32, padding included: elements from one group of 32 columns to the next; 0: rows
   float* scales = nullptr;
   ScaleView scale;
-  // Nothing in flight on the stream writes weight, bias or scale: in a captured chain they may be read before the
-  // kernel's predecessor has finished.
+  // Nothing in flight on the stream writes weight, bias, order or scale: in a captured chain they may be read before
+  // the kernel's predecessor has finished.
   bool constants = false;
 };
 
 // A zero row gets scale 1. A row with NaN or Inf gets a non-finite scale and zeros where the product is NaN, so that
 // its real values stay NaN and no other row changes; with one given scale NaN becomes 0 and infinities saturate.
 void row_pass(const RowPassArgs& args, int device, Stream stream);
+
+// Whether row_pass() takes a norm or an activation together with `order`: a row has to fit a block's shared memory.
+bool orders_row(const RowPassArgs& args);
 
 }  // namespace octofuse

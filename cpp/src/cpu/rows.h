@@ -110,6 +110,13 @@ inline void row_pass_row(const RowPassArgs& args, int64_t row, float* buffer) {
     for (int64_t i = 0; i < count; ++i) v[i] = v[i] * other[i];
     round_floats(v, count, args.type);
   }
+  if (args.order != nullptr) {
+    for (int64_t i = 0; i < count; ++i) {
+      const auto from = static_cast<uint32_t>(args.order[i]);
+      other[i] = v[from < count ? from : count - 1];
+    }
+    v = other;
+  }
   if (args.y != nullptr) {
     store_floats(v, count, args.y, args.type, row * count);
     return;

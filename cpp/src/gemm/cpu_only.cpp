@@ -48,6 +48,7 @@ void run_row_linear(const RowPassArgs&, bool, const GemmArgs&, const GemmProblem
   absent();
 }
 void row_pass(const RowPassArgs&, int, Stream) { absent(); }
+bool orders_row(const RowPassArgs&) { return false; }
 void apply_epilogue(const DequantizeArgs&, int, Stream) { absent(); }
 void pad_rows(const Rows&, void*, DType, int64_t, int, Stream) { absent(); }
 

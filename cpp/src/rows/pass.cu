@@ -2,6 +2,7 @@
 #include "rows/pass.cuh"
 
 #include "device/launch.h"
+#include "rows/ordered.h"
 #include "rows/pass_chained.h"
 
 namespace octofuse {
@@ -61,7 +62,8 @@ bool is_wide(const RowPassArgs& args) {
   return args.cols % rows::kPack == 0 && fits(args.x, args.ldx, args.type) &&
          fits(args.residual, args.residual_ld, args.type) && fits(args.sum, args.cols, args.type) &&
          fits(args.y, args.cols, args.type) && (args.q_group != 0 || fits(args.q, args.cols, DType::kInt8)) &&
-         fits(args.weight, 0, args.affine_type) && fits(args.bias, 0, args.affine_type);
+         fits(args.weight, 0, args.affine_type) && fits(args.bias, 0, args.affine_type) &&
+         fits(args.order, 0, DType::kInt32);
 }
 
 }  // namespace
@@ -73,6 +75,7 @@ void row_pass(const RowPassArgs& args, int device, Stream stream) {
   const bool wide = is_wide(args);
   const bool chained = is_chained(cuda_stream, device);
   if (chained && args.constants && wide && rows::run_few(args, cuda_stream)) return;
+  if (args.order != nullptr) return rows::run_ordered(args, wide, chained, cuda_stream);
   const RowKernel kernel = args.type == DType::kFloat16    ? kernel_for<__half>(args, wide)
                            : args.type == DType::kBFloat16 ? kernel_for<__nv_bfloat16>(args, wide)
                                                            : kernel_for<float>(args, wide);

@@ -6,6 +6,8 @@
 #include <cooperative_groups.h>
 
 #include "device/launch.h"
+#include "rows/ordered.cuh"
+#include "rows/ordered.h"
 #include "rows/pass.cuh"
 
 namespace octofuse::rows {
@@ -13,12 +15,11 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kMostRows = 32;
-constexpr int kMostShared = 40960;  // bytes, beside the kernel's own, what needs no opt-in
 
 template <RowOp kOp>
 constexpr int kPacksOf = kOp == RowOp::kNorm ? 2 : 4;  // of a thread
 
-// Dynamic shared memory: a norm's weight and bias, then the rehearsal's row.
+// Dynamic shared memory: a norm's weight and bias, then the rehearsal's row, or one that leaves in an order.
 __host__ __device__ inline int affine_bytes(const RowPassArgs& args) {
   if (args.norm == Norm::kNone) return 0;
   return 2 * static_cast<int>(args.cols) * (args.affine_type == DType::kFloat32 ? 4 : 2);
@@ -58,6 +59,38 @@ __global__ void __launch_bounds__(kThreads) few_rows_kernel(const __grid_constan
     row.scales = args.scales;
     row_barrier<kThreads>();
   }
+}
+
+// A norm whose columns leave in another order, which is in registers before the row is.
+template <class T>
+__global__ void __launch_bounds__(kThreads) few_ordered_kernel(const __grid_constant__ RowPassArgs args) {
+  constexpr int kPacks = kPacksOf<RowOp::kNorm>;
+  extern __shared__ int4 shared_memory[];
+  __shared__ Meeting<kThreads, kMaxGroups<kThreads, kPacks>> meeting;
+  const int thread = static_cast<int>(threadIdx.x);
+  char* const memory = reinterpret_cast<char*>(shared_memory);
+  launch_dependents();
+  RowPassArgs row = args;
+  stage_affine<kThreads>(row, memory, thread);
+  const int count = static_cast<int>(args.cols) / kPack;
+  Row<int32_t, kThreads, kPacks> order(thread, count);
+  order.fill([&](int index, int) { return reinterpret_cast<const Pack<int32_t>*>(args.order)[index]; });
+  T* const results = reinterpret_cast<T*>(memory + affine_bytes(args));
+  row.x = row.y = results;
+#pragma unroll 1
+  for (bool rehearses = true;; rehearses = false) {
+    pass_row<T, RowOp::kNorm, kThreads, kPacks>(row, [] { return 0.0F; }, 0, thread, meeting);
+    row_barrier<kThreads>();
+    if (!rehearses) break;
+    wait_for_all_copies();
+    wait_for_predecessors();
+    row.x = static_cast<const T*>(args.x) + blockIdx.x * args.ldx;
+  }
+  T* const y = static_cast<T*>(args.y) + blockIdx.x * args.cols;
+  order.for_each([](int, int) { return Pack<int32_t>{}; },
+                 [&](const Pack<int32_t>& from, int index) {
+                   reinterpret_cast<Pack<T>*>(y)[index] = gathered(results, from, static_cast<int>(args.cols));
+                 });
 }
 
 // Activations, whose rows are long: a cluster of blocks a row, which agree on its scale.
@@ -138,17 +171,24 @@ const void* kernel_for(DType type) {
                                  : reinterpret_cast<const void*>(few_rows_kernel<__nv_bfloat16, kOp>);
 }
 
+const void* ordered_kernel_for(DType type) {
+  return type == DType::kFloat16 ? reinterpret_cast<const void*>(few_ordered_kernel<__half>)
+                                 : reinterpret_cast<const void*>(few_ordered_kernel<__nv_bfloat16>);
+}
+
 }  // namespace
 
 bool run_few(const RowPassArgs& args, cudaStream_t stream) {
   const bool norm = args.norm != Norm::kNone;
   const int packs = norm ? kPacksOf<RowOp::kNorm> : kPacksOf<RowOp::kCopy>;
   const int shared = affine_bytes(args) + 2 * static_cast<int>(args.cols);
-  if (args.rows > kMostRows || args.type == DType::kFloat32) return false;
+  if (args.rows > kMostRows || args.type == DType::kFloat32 || (args.order != nullptr && !norm)) return false;
   if (args.activation != Activation::kNone) return run_few_activated(args, stream);
   if (args.cols > packs * kThreads * kPack || shared > kMostShared) return false;
   RowPassArgs kernel_args = args;
-  const void* kernel = norm ? kernel_for<RowOp::kNorm>(args.type) : kernel_for<RowOp::kCopy>(args.type);
+  const void* kernel = args.order != nullptr ? ordered_kernel_for(args.type)
+                       : norm                ? kernel_for<RowOp::kNorm>(args.type)
+                                             : kernel_for<RowOp::kCopy>(args.type);
   launch_kernel("few_rows", kernel, dim3(static_cast<unsigned>(args.rows)), dim3(kThreads), shared, dim3(1), true,
                 &kernel_args, stream);
   return true;

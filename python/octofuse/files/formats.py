@@ -75,7 +75,7 @@ def order_of(groups: Tensor, size: int) -> Tensor | None:
     order = groups.argsort(stable=True)
     if not torch.equal(groups[order].long(), usual):
         raise ValueError(f"g_idx: expected {size} columns of each of {int(usual[-1]) + 1} groups, got another division")
-    return order
+    return order.int()
 
 
 def checked_scales(name: str, scales: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def weight_only_layer(
 ) -> nn.Module:
     """codes uint8 `[N, K]`, scale `[N, G]` and zero, integers `[N, G]` or None for 2^(bits - 1) -> a WeightOnlyLinear.
 
-    order int64 `[K]`: which column of x each column of the codes meets.
+    order int32 `[K]`: which column of x each column of the codes meets.
     """
     n, k = codes.shape
     middle = 1 << bits - 1

@@ -40,17 +40,17 @@ class Norm(NamedTuple):
         kind = "layer_norm" if layer else "rms_norm"
         return cls(kind, None if weight is None else weight.detach(), None if bias is None else bias.detach(), eps)
 
-    def __call__(self, x: Tensor, *, constants: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, *, constants: bool = False, order: Tensor | None = None) -> Tensor:
         """The norm of x, floating point `[..., K]`, in its dtype; the same bits on every device.
 
-        constants: nothing in flight writes its tensors (`ops.layer_norm`).
+        constants: nothing in flight writes its tensors; order: of the result's columns (`ops.layer_norm` has both).
 
         Raises TypeError or ValueError for an unknown kind, int8 x and other shapes.
         """
         if self.kind == "rms_norm":
-            return ops.rms_norm(x, self.weight, self.eps, constants=constants)
+            return ops.rms_norm(x, self.weight, self.eps, constants=constants, order=order)
         if self.kind == "layer_norm":
-            return ops.layer_norm(x, self.weight, self.bias, self.eps, constants=constants)
+            return ops.layer_norm(x, self.weight, self.bias, self.eps, constants=constants, order=order)
         raise ValueError(f"norm: expected kind 'layer_norm' or 'rms_norm', got {self.kind!r}")
 
     def options(self) -> dict[str, Any]:
@@ -69,13 +69,18 @@ def check_one_in_front(norm: Norm | None, gate: str | None) -> None:
         raise ValueError(f"gate: expected None beside a norm, got {gate!r}")
 
 
-def in_floating_point(x: Tensor, norm: Norm | None, gate: Activation | None) -> Tensor:
-    """What stands in front of a linear, as an op of its own. Its tensors must not change under a call."""
+def in_floating_point(x: Tensor, norm: Norm | None, gate: Activation | None, order: Tensor | None = None) -> Tensor:
+    """What stands in front of a linear, as an op of its own. Its tensors must not change under a call.
+
+    order: int32 `[K]` or None, of the result's columns (`ops.reorder`).
+    """
     check_is_norm(norm)
     check_one_in_front(norm, gate)
     if gate is not None:
-        return ops.gated_activation(x, gate, constants=True)
-    return x if norm is None else norm(x, constants=True)
+        return ops.gated_activation(x, gate, constants=True, order=order)
+    if norm is not None:
+        return norm(x, constants=True, order=order)
+    return x if order is None else ops.reorder(x, order, constants=True)
 
 
 def in_front(norm: Norm | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 class PackedLinear(FrozenLinear):
-    """What all kinds share: the Parameters packed, int32 (quant.packing), and bias, `[N]` or None; a buffer order, int64
+    """What all kinds share: the Parameters packed, int32 (quant.packing), and bias, `[N]` or None; a buffer order, int32
     `[K]` or None: which column of x meets each column of the weight, as files with activation order have it. None of them
     must change under a call.
     """
@@ -136,13 +136,12 @@ class PackedLinear(FrozenLinear):
         Raises:
             TypeError, ValueError: naming the argument.
         """
-        if gate is not None or self.order is not None:
-            x, norm = in_floating_point(x, norm, gate), None
         # The packing knows K only up to a multiple of 128.
-        if x.shape[-1:] != (self.in_features,):
-            raise ValueError(f"x: expected shape [..., {self.in_features}], got {list(x.shape)}")
-        if self.order is not None:
-            x = x.index_select(-1, self.order)
+        width = self.in_features * (1 if gate is None else 2)
+        if x.shape[-1:] != (width,):
+            raise ValueError(f"x: expected shape [..., {width}], got {list(x.shape)}")
+        if gate is not None or self.order is not None:
+            x, norm = in_floating_point(_dense(x), norm, gate, self.order), None
         return self._multiply(
             _dense(x), activation=activation, residual=residual, out_scale=out_scale, gated=gated, constant_weight=True,
             **in_front(norm),

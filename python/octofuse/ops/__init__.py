@@ -17,6 +17,7 @@ from octofuse.ops.rows import (
     gated_activation_quantize,
     layer_norm,
     layer_norm_quantize,
+    reorder,
     rms_norm,
     rms_norm_quantize,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "quantize_per_tensor",
     "quantize_per_token",
     "quantized_linear",
+    "reorder",
     "rms_norm",
     "rms_norm_quantize",
     "sparse12_linear",

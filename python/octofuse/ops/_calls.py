@@ -85,7 +85,7 @@ class LowbitCall(NamedTuple):
 
 
 class RowsCall(NamedTuple):
-    """The functions of `ops.rows`; op: "layer_norm", "rms_norm", "activation" or "gated_activation"."""
+    """The functions of `ops.rows`; op: "layer_norm", "rms_norm", "activation", "gated_activation" or "reorder"."""
 
     x: Tensor
     op: str
@@ -97,6 +97,7 @@ class RowsCall(NamedTuple):
     quantize: bool
     scale: Scale | None
     constants: bool
+    order: Tensor | None = None
 
 
 class AttendCall(NamedTuple):

@@ -25,6 +25,7 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     constants: bool = False,
+    order: Tensor | None = None,
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension (Ba, Kiros and Hinton, 2016).
 
@@ -32,8 +33,9 @@ def layer_norm(
         x: fp16, bf16 or fp32 `[..., K]`, dense in K.
         weight, bias: `[K]` in x's dtype or fp32, or None.
         eps: at least 0.
-        constants: nothing in flight on the stream writes weight or bias: in a captured graph they may be read before
-            earlier kernels have finished.
+        constants: nothing in flight on the stream writes weight, bias or order: in a captured graph they may be read
+            before earlier kernels have finished.
+        order: as `reorder` takes it, of the result: with the bits of the two.
 
     Returns:
         `[..., K]` in x's dtype, computed in fp32.
@@ -45,10 +47,17 @@ def layer_norm(
         >>> octofuse.layer_norm(torch.tensor([[1.0, 3.0]]), eps=0.0)
         tensor([[-1.,  1.]])
     """
-    return _call("layer_norm", x, None, weight, bias, eps, constants=constants)[0]
+    return _call("layer_norm", x, None, weight, bias, eps, constants=constants, order=order)[0]
 
 
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, constants: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    constants: bool = False,
+    order: Tensor | None = None,
+) -> Tensor:
     """x / sqrt(mean of squares + eps) * weight over the last dimension (Zhang and Sennrich, 2019).
 
     Arguments, result and errors are those of `layer_norm`, without a bias.
@@ -57,7 +66,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, cons
         >>> octofuse.rms_norm(torch.tensor([[3.0, 3.0, 3.0]]), eps=0.0)
         tensor([[1., 1., 1.]])
     """
-    return _call("rms_norm", x, None, weight, None, eps, constants=constants)[0]
+    return _call("rms_norm", x, None, weight, None, eps, constants=constants, order=order)[0]
 
 
 def add_layer_norm(
@@ -112,17 +121,41 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return _call("activation", x, activation=activation)[0]
 
 
-def gated_activation(x: Tensor, activation: Activation = "silu", *, constants: bool = False) -> Tensor:
+def gated_activation(
+    x: Tensor, activation: Activation = "silu", *, constants: bool = False, order: Tensor | None = None
+) -> Tensor:
     """activate(gates) * values of x `[..., 2K]`, gates first: the middle of a gated feed-forward (Shazeer, 2020).
 
-    Arguments and errors are those of `activate`; constants: as in `layer_norm`. Returns `[..., K]`, each of the two steps
-    rounded to x's dtype.
+    Arguments and errors are those of `activate`; constants, order: as in `layer_norm`. Returns `[..., K]`, each of the
+    two steps rounded to x's dtype.
 
     Examples:
         >>> octofuse.gated_activation(torch.tensor([[2.0, -1.0, 10.0, 10.0]]), "relu")
         tensor([[20.,  0.]])
     """
-    return _call("gated_activation", x, activation=activation, constants=constants)[0]
+    return _call("gated_activation", x, activation=activation, constants=constants, order=order)[0]
+
+
+def reorder(x: Tensor, order: Tensor, *, constants: bool = False) -> Tensor:
+    """Columns in another order: result[..., j] = x[..., order[j]], as linears with activation order read their input.
+
+    Args:
+        x: fp16, bf16 or fp32 `[..., K]`, dense in K.
+        order: int32 `[K]`, on x's device, each column's number. Numbers outside of 0 to K - 1 read the last column: they
+            are not looked at beforehand, which would take a synchronisation.
+        constants: as in `layer_norm`, of order.
+
+    Returns:
+        `[..., K]`, like x.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Examples:
+        >>> octofuse.reorder(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([2, 0, 1], dtype=torch.int32))
+        tensor([[3., 1., 2.]])
+    """
+    return _call("reorder", x, constants=constants, order=order)[0]
 
 
 def layer_norm_quantize(
@@ -243,8 +276,9 @@ def _call(
     quantize: bool = False,
     scale: Scale | None = None,
     constants: bool = False,
+    order: Tensor | None = None,
 ) -> list[Tensor]:
-    call = RowsCall(x, op, residual, weight, bias, eps, activation, quantize, scale, constants)
+    call = RowsCall(x, op, residual, weight, bias, eps, activation, quantize, scale, constants, order)
     results: list[Tensor] = run("rows", op, call, _rows)
     return results
 
