@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from octofuse.files.compressed_tensors import CompressedTensors
 from octofuse.files.formats import FLOATS, Format, Stored, Want
 from octofuse.files.gptq import Gptq
 from octofuse.files.headers import Header, local_folder, method_of, read_headers, weight_files
+from octofuse.files.hooks import exchange_hooked
 from octofuse.files.own import METHOD, Own
 from octofuse.nn import linear_layers, output_heads, replace_module
 from octofuse.nn.linear import is_conv1d
@@ -88,10 +90,9 @@ class Reader:
         for name in list(waiting):
             module = waiting.pop(name)
             try:
-                layer = module.layer(self.dtype, self.device)
+                exchange_hooked(model, name, partial(module.layer, self.dtype, self.device))
             except ValueError as error:
                 raise ValueError(f"{module.file}: {name}.{error}") from None
-            replace_module(model, name, layer)
         model.requires_grad_(False)
 
 
