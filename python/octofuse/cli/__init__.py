@@ -1,4 +1,4 @@
-"""Commands: `octofuse demo | quantize | generate | eval | compare | frontier | schemes | tune | layout | doctor`."""
+"""Commands: `octofuse advise | demo | quantize | generate | eval | compare | frontier | schemes | tune | layout | ...`."""
 
 from __future__ import annotations
 
@@ -100,6 +100,42 @@ def quantize(
 
         run_quantize(
             console, model, output, scheme, exceptions or [], calibration, distill, codes, tokenizer, form, device
+        )  # fmt: skip
+
+
+@app.command()
+def advise(
+    model: Annotated[
+        str, typer.Argument(help="a folder, whose config.json is enough, that file, a hub name, or 'embedded'")
+    ],
+    gpu: Annotated[
+        str, typer.Option(help="h200 or h100; auto: this machine's, if it is one of these, else h200")
+    ] = "auto",
+    budget_gb: Annotated[
+        float | None, typer.Option("--budget-gb", help="for weights and cache; default: the GPU's memory")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="sequences at a time")] = 1,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="tokens of each sequence; default: 2048, or the model's own limit")
+    ] = None,
+    max_loss: Annotated[float, typer.Option(help="of perplexity that a recommended scheme may lose, 0.03: 3 %")] = 0.03,
+    schemes: Annotated[str | None, typer.Option(help="names as for quantize, and float, by commas")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="text to measure the loss on; the folder then needs weights")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="of the text")] = 8192,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="time the model here; the folder then needs weights")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="a new picture, .png or .svg")] = None,
+    device: Device = "auto",
+) -> None:
+    """Which scheme for a model: size, speed and loss of each, a recommendation, and why."""
+    with _plain_errors():
+        from octofuse.cli.advise import run_advise
+
+        run_advise(
+            console, model, gpu, budget_gb, batch, context, max_loss, schemes, text, max_tokens, measure, plot, device
         )  # fmt: skip
 
 

@@ -242,7 +242,8 @@ def _tell_of_maxima(
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of every parameter and persistent buffer, tied ones once: what a checkpoint holds."""
-    tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}
+    # Without values they have no address.
+    tensors = {tensor.data_ptr() or id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
