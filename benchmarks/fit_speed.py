@@ -128,7 +128,9 @@ def of_gpu(gpu: str) -> dict[str, Any]:
     for name, column in LIKE.items():
         if name not in kinds:
             slower = per_byte(column) / per_byte("w4a16")
-            kinds[name] = {"bytes": kinds["w4"]["bytes"] * slower, "block us": kinds["w4"]["block us"], "models": 0}
+            # Not faster than copies, unless 4 bits are.
+            of_bytes = max(kinds["w4"]["bytes"] * slower, min(1.0, kinds["w4"]["bytes"]))
+            kinds[name] = {"bytes": of_bytes, "block us": kinds["w4"]["block us"], "models": 0}
         for rate in ("sequence us", "prompt rate"):  # of many tokens weights become floating point in all of these
             kinds[name].setdefault(rate, kinds["w4"][rate])
     caches = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from helpers import command
 from octofuse.assets import EMBEDDED
@@ -140,6 +140,18 @@ def test_what_was_measured_counts() -> None:
 def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         advise(config(), **({"context": 16} | options))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("t5", "config: expected that of a causal language model, got one of t5"),
+        ("mixtral", "model: expected a causal language model of a family that is known .* a mixture of experts"),
+    ],
+)
+def test_models_that_are_not_decoded(kind: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        advise(AutoConfig.for_model(kind, num_hidden_layers=1))
 
 
 def test_command(tmp_path: Path) -> None:

@@ -145,6 +145,8 @@ def empty_model(config: Any) -> nn.Module:
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"config: expected that of a causal language model, got one of {config.model_type}")
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
     architecture_of(model)
