@@ -35,9 +35,18 @@ def exact_logits(model: nn.Module, tokens: Tensor, **given: Tensor) -> Tensor:
 
 def assert_as_exact(got: Tensor, want: Tensor, exact: Tensor) -> None:
     """fp16 moves values across a step of an int8 scale, by fused and by other kernels alike: got is no farther from fp32
-    than 1.5 times as far as want is, or within 1e-3."""
+    than 1.5 times as far as want is, or within 1e-3.
+
+    Where want is fp32 itself, on a CPU, tokens are within 1e-5, but for one in ten: by the last bit of a sum, which
+    depends on the CPU, a value may lie on the other side of a step; and all together are within 1e-2.
+    """
     own, error, size = (float(t.float().norm()) for t in (want - exact, got - exact, exact))
-    assert error <= max(1.5 * own, 1e-3 * size), f"{error / size:.4f} of the logits, {own / size:.4f} unfused"
+    if own > 0:
+        assert error <= max(1.5 * own, 1e-3 * size), f"{error / size:.4f} of the logits, {own / size:.4f} unfused"
+        return
+    apart = (got - exact).norm(dim=-1) > 1e-5 * exact.norm(dim=-1)
+    assert int(apart.sum()) <= max(1, apart.numel() // 10), f"{int(apart.sum())} of {apart.numel()} tokens"
+    assert error <= 1e-2 * size, f"{error / size:.4f} of the logits"
 
 
 def norm_of(x: Tensor, norm: torch.nn.LayerNorm) -> Tensor:
