@@ -99,6 +99,26 @@ def test_what_grows_with_what() -> None:
     assert longer.weights == one.weights
 
 
+def test_windows_bound_what_a_step_reads() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 512}
+    windowed, whole = (AutoConfig.for_model("mistral", **sizes, sliding_window=window) for window in (64, None))
+    rates = [
+        [advise(one, schemes=["float"], context=c)[0].tokens_per_second for c in (64, 4096)]
+        for one in (windowed, whole)
+    ]
+    assert rates[0][0] == rates[0][1] == rates[1][0] > rates[1][1]
+
+
+@pytest.mark.parametrize("wrong", [{"num_attention_heads": 0}, {"hidden_size": "64"}, {"num_hidden_layers": 0}])
+def test_configs_that_make_no_model(wrong: dict[str, Any], tmp_path: Path) -> None:
+    settings = config().to_dict() | wrong
+    (tmp_path / "config.json").write_text(json.dumps(settings, default=str))
+    code, _, err = command("advise", str(tmp_path), "--context", "16")
+    assert code == 1
+    assert "Traceback" not in err
+    assert "config" in err
+
+
 def test_recommendations() -> None:
     found = advise(config(), context=16)
     assert [one.scheme for one in found] == list(SCHEMES)
@@ -106,7 +126,7 @@ def test_recommendations() -> None:
     assert best is not None
     assert best.loss is not None
     assert best.loss <= 0.01
-    assert all(one.tokens_per_second * 0.98 <= best.tokens_per_second for one in found if (one.loss or 0) <= 0.01)
+    assert all(one.tokens_per_second * 0.95 <= best.tokens_per_second for one in found if (one.loss or 0) <= 0.01)
     assert "lose at most 1.0%" in why
     none, why = recommended(advise(config(), context=16, budget=10), 0.01)
     assert none is None

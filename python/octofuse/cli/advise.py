@@ -46,7 +46,7 @@ def run_advise(
     plot: Path | None,
     device: str,
 ) -> None:
-    names = list(SCHEMES) if schemes is None else [name.strip() for name in schemes.split(",")]
+    names = list(SCHEMES) if schemes is None else list(dict.fromkeys(name.strip() for name in schemes.split(",")))
     for name in names:
         if name != FLOAT:
             scheme_named(name)
@@ -54,6 +54,8 @@ def run_advise(
     expect_text("text", text)
     if not max_loss >= 0:  # nor NaN
         raise ValueError(f"max-loss: expected at least 0, got {max_loss}")
+    if budget_gb is not None and not budget_gb > 0:
+        raise ValueError(f"budget-gb: expected more than 0, got {budget_gb}")
     card, config = gpu_named(gpu), config_of(model)
     most = int(getattr(config, "max_position_embeddings", None) or 1024)
     length = min(2048, most) if context is None else context
@@ -89,7 +91,8 @@ def gpu_named(name: str) -> str:
             raise ValueError(f"gpu: expected auto, {', '.join(known)}, got {name!r}")
         return known[name.lower()]
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((card for card in known.values() if card in here), next(iter(known.values())))
+    same = (card for card, found in measured_gpus().items() if found["measured on"] == here)  # MIG, PCIe are others
+    return next(same, next(iter(known.values())))
 
 
 def config_of(model: str) -> Any:
@@ -104,8 +107,8 @@ def config_of(model: str) -> Any:
     if is_local and not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder / 'config.json'}: not found; expected a folder with a model's config.json")
     try:
-        return AutoConfig.from_pretrained(folder if is_local else name)
-    except (OSError, ValueError, KeyError) as error:
+        return AutoConfig.from_pretrained(folder if is_local else name, trust_remote_code=False)
+    except Exception as error:  # of many kinds, by what is wrong in the file
         first = str(error).strip().split("\n")[0]
         raise ValueError(
             f"{folder / 'config.json' if is_local else name}: not a config that is known: {first}"
@@ -161,7 +164,9 @@ def times_of(model: Any, tokens: Tensor, batch: int, context: int) -> tuple[floa
         seconds(count)
     first = min(seconds(1) for _ in range(3))
     whole = min(seconds(NEW_TOKENS) for _ in range(3))
-    return batch * (NEW_TOKENS - 1) / max(whole - first, 1e-9), first
+    if whole <= first:  # on a busy machine: then the prompt's time is counted as well
+        return batch * NEW_TOKENS / whole, first
+    return batch * (NEW_TOKENS - 1) / (whole - first), first
 
 
 def show(console: Console, found: list[Advice], title: str) -> None:
@@ -174,7 +179,7 @@ def show(console: Console, found: list[Advice], title: str) -> None:
             one.scheme, f"{one.weights / 1e9:.2f} GB", f"{one.cache / 1e9:.2f} GB", "yes" if one.fits else "no",
             ("~" if one.speed_from == "linears" else "") + f"{one.tokens_per_second:,.0f}",
             f"{one.prompt_seconds * 1e3:,.{1 if one.prompt_seconds < 0.1 else 0}f} ms",
-            loss + ("" if one.loss_from == "measured" else "*"),
+            loss + ("*" if one.loss_from == "embedded" and one.loss is not None else ""),
         )  # fmt: skip
     console.print(table)
 
@@ -191,9 +196,10 @@ def explanations(found: list[Advice], card: str) -> list[str]:
         measured_on = measured_gpus()[card]
         error, least = measured_on["error"], measured_on["smallest GB"]
         lines.append(
-            f"Speeds: estimated from this library's measurements on one {card}, with a cache and an output head in fp16; "
-            f"of models that the estimate had not seen, steps were off by {error['mean']:.0%} in the mean, "
-            f"{error['largest']:.0%} at most. --measure times yours here."
+            f"Speeds: estimated from this library's measurements on one {card}, with a cache and an output head in fp16. "
+            f"Of models that the estimate had not seen, steps of one sequence were off by {error['mean']:.0%} in the mean, "
+            f"{error['largest']:.0%} at most; batches and prompts are by those of one 8B model, and too fast for models "
+            "much smaller than that. --measure times yours here."
         )
         if min(one.weights for one in found) / 1e9 < least:
             lines.append(

@@ -38,7 +38,7 @@ class _Own(Stored):
                 floats = FLOATS if tensor.is_floating_point() and not isinstance(self.scheme, Scheme) else ()
                 found[name] = Want(floats or (tensor.dtype,), (tuple(tensor.shape),))
         if not isinstance(self.scheme, Scheme):
-            found["order"] = Want((torch.int32,), ((k,),), optional=True)
+            found["order"] = Want((torch.int32, torch.int64), ((k,),), optional=True)
         return found
 
     def layer(self, tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> nn.Module:
@@ -49,7 +49,7 @@ class _Own(Stored):
             elif name == "order":
                 if not torch.equal(tensor.sort().values.cpu(), torch.arange(k)):
                     raise ValueError("order: expected every column once, got others")
-                layer.order = tensor
+                layer.order = tensor.int()
             elif tensor.is_floating_point():
                 signed = name == "alpha"  # of a sum of signs
                 values = tensor if isinstance(self.scheme, Scheme) else tensor.to(dtype)

@@ -93,8 +93,9 @@ class OctofuseQuantizer(HfQuantizer):  # type: ignore[misc]
             self.work = Reader(quantization_config.to_dict(), _DEVICE.get())
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise ValueError("device_map: expected devices for quantised layers, got disk")
+        for place in ("disk", "meta"):
+            if isinstance(device_map, dict) and place in map(str, device_map.values()):
+                raise ValueError(f"device_map: expected devices for quantised layers, got {place}")
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         if not checkpoint_files:

@@ -25,6 +25,7 @@ SCHEMES = (
     "bcq-q4-g128", "bcq-q3-g128", "bcq-q2-g128",
 )  # fmt: skip
 MAX_LOSS = 0.03
+AS_FAST = 0.05  # a difference in speed that estimates do not tell apart
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,12 @@ def advise(
     if budget is not None and not budget > 0:
         raise ValueError(f"budget: expected more than 0 bytes, got {budget!r}")
     plain = empty_model(config)
-    most = architecture_of(plain).positions
+    architecture = architecture_of(plain)
+    most = architecture.positions
     if context > most:
         raise ValueError(f"context: expected at most {most}, the model's, got {context}")
+    # With sliding windows a step reads no more than these of the cache.
+    seen = sum(min(context, heads.window or context) for heads in architecture.heads) // len(architecture.heads)
     room = gpus[gpu]["memory GB"] * 1e9 if budget is None else budget
     found = []
     for name in schemes:
@@ -109,7 +113,7 @@ def advise(
         found.append(
             Advice(
                 name, weights, of_cache,
-                own.tokens_per_second or batch / step_seconds(gpu, scheme, shape, batch, context),
+                own.tokens_per_second or batch / step_seconds(gpu, scheme, shape, batch, seen),
                 own.prompt_seconds or prompt_seconds(gpu, scheme, shape, batch, context),
                 loss, weights + of_cache <= room,
                 "timed" if not estimated else "decoders" if was_timed(gpu, scheme) else "linears", loss_from,
@@ -119,7 +123,11 @@ def advise(
 
 
 def recommended(found: Sequence[Advice], max_loss: float = MAX_LOSS) -> tuple[Advice | None, str]:
-    """The fastest of those that fit and lose at most `max_loss`, and why; None where there is none."""
+    """Of those that fit, lose at most `max_loss` and are within AS_FAST of the fastest, the one that loses least, and why;
+    None where there is none.
+
+    Speed is that of new tokens, behind the prompt.
+    """
     fitting = [one for one in found if one.fits]
     if not fitting:
         least = min(found, key=lambda one: one.bytes)
@@ -129,13 +137,17 @@ def recommended(found: Sequence[Advice], max_loss: float = MAX_LOSS) -> tuple[Ad
         least = min(fitting, key=lambda one: float("inf") if one.loss is None else one.loss)
         lost = "an unknown share" if least.loss is None else f"{least.loss:.1%}"
         return None, f"none that fits loses at most {max_loss:.1%}: {least.scheme} loses {lost}, least of all"
-    # What is within 2 % of the fastest is as fast: then what loses least.
     fastest = max(one.tokens_per_second for one in good)
-    best = min((one for one in good if one.tokens_per_second >= 0.98 * fastest), key=lambda one: (one.loss, one.bytes))
+    alike = [one for one in good if one.tokens_per_second >= (1 - AS_FAST) * fastest]
+    best = min(alike, key=lambda one: (one.loss, one.bytes))
     plain = next((one for one in found if one.scheme == FLOAT), None)
     gain = "" if plain is None or plain is best else f", {best.tokens_per_second / plain.tokens_per_second:.1f}x float"
-    which = "the only one that fits and loses" if len(good) == 1 else f"the fastest of {len(good)} that fit and lose"
-    return best, f"{which} at most {max_loss:.1%}{gain}"
+    if len(good) == 1:
+        return best, f"the only one that fits and loses at most {max_loss:.1%}{gain}"
+    among = f"the fastest of {len(good)} that fit and lose at most {max_loss:.1%}"
+    if best.tokens_per_second < fastest:
+        among = f"within {AS_FAST:.0%} of {among}, and loses less"
+    return best, f"{among}{gain}"
 
 
 def empty_model(config: Any) -> nn.Module:
@@ -147,9 +159,13 @@ def empty_model(config: Any) -> nn.Module:
         del config.quantization_config
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"config: expected that of a causal language model, got one of {config.model_type}")
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
-    architecture_of(model)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
+    except Exception as error:  # of many kinds, by which of its numbers do not fit each other
+        raise ValueError(f"config: expected one that a model can be made of: {error}") from error
+    if not architecture_of(model).heads:
+        raise ValueError("config: expected at least one block, got none")
     return model
 
 
