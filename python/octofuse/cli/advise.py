@@ -24,7 +24,8 @@ from octofuse.cli.common import (
 from octofuse.cli.files import expect_picture, expect_text, folder_of
 from octofuse.generate import Generator
 from octofuse.models import quantize_
-from octofuse.models.advise import FLOAT, SCHEMES, Advice, Timed, advise, recommended
+from octofuse.models.advise import SCHEMES, Advice, Timed, advise, recommended
+from octofuse.models.frontier import FLOAT
 from octofuse.models.speed import measured_gpus
 from octofuse.quant import scheme_named
 

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from octofuse.models.architecture import architecture_of
+from octofuse.models.frontier import FLOAT
 from octofuse.models.quantize import weight_bytes
 from octofuse.models.speed import Shape, measured_gpus, prompt_seconds, step_seconds, was_timed
 from octofuse.nn import empty_layer, linear_layers, output_heads, replace_module
 from octofuse.nn.linear import is_conv1d
 from octofuse.quant import scheme_named
 
-FLOAT = "float"
 SCHEMES = (
     FLOAT, "w8a8-dynamic", "w8a8-static-mse-smooth", "w8a16", "w4a16-g128", "w4a16-g128-zp-gptq", "w3a16-g128-gptq",
     "bcq-q4-g128", "bcq-q3-g128", "bcq-q2-g128",
