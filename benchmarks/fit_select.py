@@ -4,6 +4,7 @@
     python benchmarks/sweep_gemm.py --large --out benchmarks/results/h200 # sweep_large.json
     python benchmarks/sweep_gemm.py --one --out benchmarks/results/h200   # sweep_one.json, in place of their rows for M = 1
     python benchmarks/sweep_step.py --out benchmarks/results/h200         # sweep_step.json, decoders' steps
+    python benchmarks/sweep_gemm.py --float8 --out benchmarks/results/h200 # sweep_float8.json
     python benchmarks/fit_select.py benchmarks/results/h200/sweep*.json   # anywhere that octofuse is installed
 
 and for a GPU whose sweep knew an earlier one's models, and left out what these put far behind:
@@ -28,6 +29,8 @@ import numpy as np
 from octofuse import _C
 
 SMS = 132
+# Arithmetic of candidates.h, and what the names of its kernels begin with.
+ARITHMETICS = {"kInt8": "", "kFloat8": "wgmma_float8/", "kFloat8Fast": "wgmma_float8_fast/"}
 NOISE = 1.005  # between two measurements of a step
 CPP = Path(__file__).resolve().parents[1] / "cpp/src/gemm"
 HEADER = "// Written by benchmarks/fit_select.py on {device} from {sources}: measured.cpp's Table. Microseconds."
@@ -55,8 +58,9 @@ def non_negative_fit(a: np.ndarray, b: np.ndarray, rounds: int = 2000) -> np.nda
 def fit(times: dict[tuple[int, ...], dict[str, float]]) -> dict[str, np.ndarray]:
     models = {}
     for name in sorted({name for row in times.values() for name in row}):
+        engine = next((e for e in ARITHMETICS.values() if e and name.startswith(e)), "")
         points = [(features(*mnk)[name], row[name], row[name] / min(row.values()))
-                  for mnk, row in times.items() if name in row]  # fmt: skip
+                  for mnk, row in of_engine(times, engine).items() if name in row]  # fmt: skip
         weight = np.array([1 / (t * ratio**2) for _, t, ratio in points])
         a, b = np.array([f for f, _, _ in points]), np.array([t for _, t, _ in points])
         models[name] = non_negative_fit(a * weight[:, None], b * weight)
@@ -97,11 +101,15 @@ def fastest(row: dict[str, float] | None, steps: dict[str, float] | None, names:
 
 def times_of(records: list[dict]) -> dict[tuple[int, ...], dict[str, float]]:
     known = set(_C.candidates())  # a sweep may name kernels that have since gone
-    return {
-        tuple(map(int, key.split(","))): {name: t for name, t in row.items() if name in known}
-        for record in records
-        for key, row in record.get("us", {}).items()
-    }
+    times: dict[tuple[int, ...], dict[str, float]] = {}
+    for record in records:
+        for key, row in record.get("us", {}).items():
+            found = {name: t for name, t in row.items() if name in known}
+            mnk = tuple(map(int, key.split(",")))
+            # Of int8 a later sweep takes an earlier one's place.
+            floats = any(name.startswith("wgmma_float8") for name in found)
+            times[mnk] = times.get(mnk, {}) | found if floats else found
+    return times
 
 
 def fill(times: dict[tuple[int, ...], dict[str, float]], like: dict[tuple[int, ...], dict[str, float]]) -> None:
@@ -116,6 +124,28 @@ def fill(times: dict[tuple[int, ...], dict[str, float]], like: dict[tuple[int, .
             row |= {name: t * rate for name, t in like[mnk].items() if name not in row}
 
 
+def of_engine(times: dict[tuple[int, ...], dict[str, float]], engine: str) -> dict[tuple[int, ...], dict[str, float]]:
+    """The kernels of one float8 arithmetic, or of int8 (""), at the shapes where they were timed."""
+    floats = tuple(name for name in ARITHMETICS.values() if name)
+
+    def belongs(name: str) -> bool:
+        return name.startswith(engine) if engine else not name.startswith(floats)
+
+    found = {mnk: {name: t for name, t in row.items() if belongs(name)} for mnk, row in times.items()}
+    return {mnk: row for mnk, row in found.items() if row}
+
+
+def part(arithmetic: str, times: dict[tuple[int, ...], dict[str, float]], steps: dict[str, dict[str, float]],
+         names: list[str]) -> list[str]:  # fmt: skip
+    """Lines of the table: a Measured::Part."""
+    rows = sorted({m for m, _, _ in times})
+    text = [f"        {{Arithmetic::{arithmetic},", f"         {braces(rows)},", "         {"]
+    for n, k in sorted({mnk[1:] for mnk in times}):
+        best = [fastest(times.get((m, n, k)), steps.get(f"{m},{n},{k}"), names) for m in rows]
+        text.append(f"             {{{n}, {k}, {braces(best)}}},")
+    return [*text, "         }},"] if times else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", type=Path, nargs="+")
@@ -128,19 +158,21 @@ def main() -> None:
     fill(times, times_of([json.loads(source.read_text()) for source in args.like]))
     models = fit(times)
     names = list(models)
-    report("models alone", held_in(times, models))
-    report("models of all other N x K", [r for shape in sorted({mnk[1:] for mnk in times})
-                                         for r in held_out(times, shape)])  # fmt: skip
-    rows = sorted({m for m, _, _ in times})
+    for arithmetic, engine in ARITHMETICS.items():
+        own = of_engine(times, engine)
+        if not own:
+            continue
+        report(f"{arithmetic}: models alone", held_in(own, models))
+        report(f"{arithmetic}: models of all other N x K", [r for shape in sorted({mnk[1:] for mnk in own})
+                                                            for r in held_out(own, shape)])  # fmt: skip
     names_of = ", ".join(
         f"{source.name} (cpp {record['cpp'][:12]})" for source, record in zip(sources, records, strict=True)
     )
     text = [HEADER.format(sources=names_of, device=records[0]["device"]), "{", "    {"]
     text += [f'        {{"{name}", {braces(f"{v:.4g}" for v in models[name])}}},' for name in names]
-    text += ["    },", f"    {braces(rows)},", "    {"]
-    for n, k in sorted({mnk[1:] for mnk in times}):
-        best = [fastest(times.get((m, n, k)), steps.get(f"{m},{n},{k}"), names) for m in rows]
-        text.append(f"        {{{n}, {k}, {braces(best)}}},")
+    text += ["    },", "    {"]
+    for arithmetic, engine in ARITHMETICS.items():
+        text += part(arithmetic, of_engine(times, engine), steps, names)
     text += ["    },", "}", ""]
     target = CPP / f"measured_{sources[0].resolve().parent.name}.inc"
     target.write_text("\n".join(text))

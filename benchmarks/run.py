@@ -16,7 +16,20 @@ from rich.table import Table
 
 from octofuse.testing.timing import environment
 
-TOPICS = ("gemm", "layouts", "lowbit", "quantize", "model", "gpt2", "decode", "files", "cpu", "schemes", "llama_cpp")
+TOPICS = (
+    "gemm",
+    "float8",
+    "layouts",
+    "lowbit",
+    "quantize",
+    "model",
+    "gpt2",
+    "decode",
+    "files",
+    "cpu",
+    "schemes",
+    "llama_cpp",
+)
 
 
 def show(console: Console, topic: str, rows: list[dict]) -> None:

@@ -3,6 +3,7 @@
 --large: the weights of larger models and their output heads, up to 256 tokens, into sweep_large.json.
 --one: all of these weights for one token, by the skinny kernels, as decoding has it: in captured chains alone, into
 sweep_one.json.
+--float8: kernels of e4m3 with both ways to add up, into sweep_float8.json.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from pathlib import Path
 import torch
 
 import octofuse
+from bench_float8 import operands as float8_operands
 from bench_gemm import operand_sets
 from octofuse import _C
-from octofuse.ops.measure import device_time, overlap
+from octofuse.ops.measure import Captured, device_time, device_times, overlap
 from octofuse.testing.timing import environment
 
 WEIGHTS = ((768, 768), (2304, 768), (3072, 768), (768, 3072), (1920, 1920), (4800, 1600), (1600, 6400), (1024, 4096),
@@ -29,6 +31,11 @@ LARGE_WEIGHTS = ((28672, 4096), (128256, 4096), (3072, 2048), (2048, 2048), (163
 LARGE_ROWS = (2, 4, 8, 16, 32, 64, 128, 256)
 ROWS = (2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 768, 1024, 2048, 4096,
         8192)  # fmt: skip
+FLOAT8_WEIGHTS = ((768, 768), (2304, 768), (2048, 2048), (3072, 2048), (2048, 8192), (4096, 4096), (6144, 4096),
+                  (28672, 4096), (4096, 14336), (10240, 8192), (57344, 8192), (8192, 28672), (21504, 7168),
+                  (28672, 7168), (7168, 28672))  # fmt: skip
+FLOAT8_ROWS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+FLOAT8 = {"float8": False, "float8_fast": True}  # fast_accumulate
 LARGEST = 1.3e11  # M * N * K
 FEW = 64  # tokens
 REPEATS = 3
@@ -48,6 +55,33 @@ def worth_timing(m: int, n: int, k: int) -> list[str]:
         return [name for name in found if name.startswith("skinny/")]
     limit = WORTH * min(found.values())
     return [name for name, us in found.items() if us <= limit]
+
+
+def is_plausible(name: str, m: int) -> bool:
+    """Whether a float8 kernel's tile suits so many tokens: most of it full, and not read again and again."""
+    tile = name.split("/")[1].split("_")[0]
+    tokens, channels = map(int, tile.split("x"))
+    if "swapped" in name:
+        return m <= 384 and m <= 6 * tokens and tokens < 2 * m + 16
+    if channels < 64:
+        return m <= tokens
+    return m >= 48 if channels > 64 else m <= 384
+
+
+def float8_row(m: int, n: int, k: int) -> dict[str, float]:
+    """Microseconds alone, in turn, by kernel."""
+    sets = float8_operands(m, n, k)
+    names = [
+        (name, fast)
+        for name in octofuse.engines()
+        for engine, fast in FLOAT8.items()
+        if name.startswith(f"wgmma_{engine}/") and is_plausible(name, m)
+    ]
+    with overlap(False):
+        graphs = {name: Captured([lambda s=s, e=name, f=fast: octofuse.linear(
+            s["f"], s["wf"], s["fs"], s["wfs"], s["bias"], engine=e, fast_accumulate=f) for s in sets])
+            for name, fast in names}  # fmt: skip
+    return {name: round(us, 3) for name, us in device_times(graphs, repeats=REPEATS).items()}
 
 
 def time_of(name: str, sets: list[tuple[torch.Tensor, ...]], m: int, chained: bool) -> float:
@@ -70,17 +104,23 @@ def main() -> None:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--large", action="store_true")
     kind.add_argument("--one", action="store_true")
+    kind.add_argument("--float8", action="store_true")
     args = parser.parse_args()
     weights = WEIGHTS + LARGE_WEIGHTS if args.one else LARGE_WEIGHTS if args.large else WEIGHTS
     tokens = (1,) if args.one else LARGE_ROWS if args.large else ROWS
     name_of_sweep = "sweep_one" if args.one else "sweep_large" if args.large else "sweep"
     command = "python benchmarks/sweep_gemm.py" + " --large" * args.large + " --one" * args.one
+    if args.float8:
+        weights, tokens, name_of_sweep, command = FLOAT8_WEIGHTS, FLOAT8_ROWS, "sweep_float8", command + " --float8"
     times: dict[str, dict[str, float]] = {}
     record = {**environment(command), "us": times}
     args.out.mkdir(parents=True, exist_ok=True)
     for n, k in weights:
         for m in tokens:
             if m * n * k > LARGEST or (n > 50000 and m > 64):
+                continue
+            if args.float8:
+                times[f"{m},{n},{k}"] = float8_row(m, n, k)
                 continue
             sets = operand_sets(m, n, k)
             row = times[f"{m},{n},{k}"] = {}

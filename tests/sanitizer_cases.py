@@ -83,6 +83,37 @@ def many_tile_cases(chosen: list[str]) -> int:
     return len(names)
 
 
+def float8_cases(chosen: list[str]) -> int:
+    """Every float8 kernel, with and without scales of blocks, and quantisation to float8; a persistent one's many tiles."""
+    count = 0
+    e4m3 = torch.float8_e4m3fn
+    for m, n, k in (*SHAPES, (1700, 1100, 272)):
+        x, w, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
+        qw, sw = octofuse.quantize_per_token(w, e4m3)
+        for engine in [name for name in chosen if name.startswith(("wgmma_float8", "wgmma_e5m2"))]:
+            fast = engine.startswith("wgmma_float8_fast")
+            dtype = torch.float8_e5m2 if "e5m2" in engine else e4m3
+            q, s = octofuse.quantize_per_token(x.cuda(), dtype)
+            kinds: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = [(q, s, sw)]
+            if not fast and (n > 128 or k > 128):
+                blocks = torch.rand(-(-n // 128), -(-k // 128)) + 0.5
+                kinds.append((*octofuse.quantize_per_block(x.cuda(), dtype), blocks))
+            for q, s, own in kinds:
+                out = canary(m, n, torch.float16)
+                more = {"activation": "relu", "fast_accumulate": fast}
+                got = octofuse.linear(q, qw.cuda(), s, own.cuda(), bias.cuda(), engine=engine, out=out, **more)
+                want = octofuse.linear(q.cpu(), qw, s.cpu(), own, bias, **more)
+                assert (got.cpu().float() - want).abs().max() <= 0.02 * want.abs().max(), (engine, m, n, k)
+                count += 1
+        octofuse.linear(q, qw.cuda(), s, own.cuda(), out_dtype=e4m3, out_scale=0.1)
+        gated = torch.cat([x, x], -1).half().cuda()
+        for block in (False, True):
+            octofuse.rms_norm_quantize(x.half().cuda(), dtype=e4m3, block=block)
+            octofuse.gated_activation_quantize(gated, dtype=e4m3, block=block)
+            count += 2
+    return count
+
+
 def row_cases() -> int:
     count = 0
     for shape in ((1, 8), (5, 100), (33, 768), (3, 4096), (2, 20000)):
@@ -263,7 +294,7 @@ def main() -> int:
     wanted = parser.parse_args().engines
     chosen = [name for name in engines("cuda") if wanted == ["all"] or name.split("/")[0] in wanted]
     total = linear_cases(chosen) + many_tile_cases(chosen) + quantize_cases() + row_cases() + layout_cases()
-    total += decode_cases() + many_sequences_cases() + lowbit_cases()
+    total += decode_cases() + many_sequences_cases() + lowbit_cases() + float8_cases(chosen)
     torch.cuda.synchronize()
     print(f"sanitizer cases: {total}")
     return 0 if total >= 100 else 1

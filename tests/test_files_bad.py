@@ -106,7 +106,8 @@ def test_compressed_settings_and_values_that_are_not_served(tmp_path: Path) -> N
     group = config["config_groups"]["group_0"]
     for i, (change, message) in enumerate(
         (
-            ({"type": "float"}, r"config_groups\.group_0\.weights\.type: expected 'int', got 'float'"),
+            ({"type": "float"}, r"config_groups\.group_0\.format: expected 'float-quantized' or 'naive-quantized'"),
+            ({"type": "fp"}, r"config_groups\.group_0\.weights\.type: expected 'int' or 'float', got 'fp'"),
             ({"num_bits": 16}, r"weights\.num_bits: expected 2 or .*, got 16"),
             ({"strategy": "block"}, r"weights\.strategy: expected 'group' or 'channel', got 'block'"),
         )

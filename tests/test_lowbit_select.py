@@ -103,7 +103,9 @@ def test_explain_takes_the_call() -> None:
     assert octofuse.explain(sparse12_linear, x, pairs, scale).chosen == "cpu"
     with pytest.raises(ValueError, match=r"engine: expected one that can serve .* gemm: needs tensors on cuda"):
         woq_linear(x, pack(codes, 4), scale, bits=4, engine="gemm")
-    with pytest.raises(TypeError, match=r"x: expected an int8 tensor, or one of woq_linear, .*, got <built-in"):
+    with pytest.raises(
+        TypeError, match=r"x: expected an int8 or float8 tensor, or one of woq_linear, .*, got <built-in"
+    ):
         octofuse.explain(torch.nn.functional.linear, x, codes)
     by_name = {"x": x, "packed": pack(codes, 4), "scale": scale, "bits": 4}
     assert octofuse.explain(woq_linear, **by_name) == found
@@ -117,8 +119,8 @@ def test_explain_refuses_what_the_int8_linears_refuse() -> None:
     x, w = torch.zeros(2, 16, dtype=torch.int8), torch.zeros(8, 16, dtype=torch.int8)
     assert octofuse.explain(x=x, w=w) == octofuse.explain(x, w)
     for arguments, given, error, text in (
-        ((x.float(), w), {}, TypeError, "x: expected an int8 tensor, got dtype torch.float32"),
-        ((x, [1]), {}, TypeError, "w: expected an int8 tensor, got list"),
+        ((x.float(), w), {}, TypeError, "x: expected an int8 or float8 tensor, got dtype torch.float32"),
+        ((x, [1]), {}, TypeError, "w: expected an int8 or float8 tensor, got list"),
         ((x, w[0]), {}, ValueError, r"w: expected shape \[N, K\]"),
         ((x, w[:, 1:]), {}, ValueError, r"w: expected shape \[N, K\]"),
         ((x, w), {"out_dtype": torch.int64}, ValueError, "out_dtype: expected torch.float16.* got torch.int64"),

@@ -10,7 +10,10 @@ from helpers import DEVICES, FLOATS
 from octofuse import reference
 from octofuse.nn import Int8Linear
 from octofuse.quant import Scheme
-from octofuse.quant.affine import SCHEMES, quantize_weight
+from octofuse.quant.affine import SCHEMES as ALL
+from octofuse.quant.affine import quantize_weight
+
+SCHEMES = {name: scheme for name, scheme in ALL.items() if scheme.values == "int8"}
 
 
 def make(scheme: Scheme, device: str, dtype=torch.float32, bias: bool = True) -> tuple[nn.Linear, Int8Linear]:

@@ -19,7 +19,7 @@ def test_fields_of_calls() -> None:
     assert set(fields) == {name for name in vars(_calls) if name.endswith("Call")}
     for name, expected in fields.items():
         assert list(getattr(_calls, name)._fields) == expected, name
-    with pytest.raises(TypeError, match="call: expected LinearFields of 13 fields, got 2"):
+    with pytest.raises(TypeError, match="call: expected LinearFields of 14 fields, got 2"):
         _C.linear((1, 2), None)
 
 

@@ -18,7 +18,7 @@ std::string join(std::initializer_list<DType> types) {
   return text;
 }
 
-using TorchDTypes = std::array<std::pair<PyObject*, DType>, 5>;
+using TorchDTypes = std::array<std::pair<PyObject*, DType>, 7>;
 
 // torch's own objects for dtypes: there is one of each, so a pointer tells them apart. Never destroyed, since the
 // interpreter may be gone before this module is.
@@ -29,7 +29,8 @@ const TorchDTypes& torch_dtypes() {
         const py::module_ torch = py::module_::import("torch");
         TorchDTypes found;
         size_t next = 0;
-        for (const DType type : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8, DType::kInt32}) {
+        for (const DType type : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8, DType::kInt32,
+                                 DType::kE4M3, DType::kE5M2}) {
           found.at(next++) = {py::object(torch.attr(name_of(type))).release().ptr(), type};
         }
         return found;

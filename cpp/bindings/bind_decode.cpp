@@ -17,24 +17,31 @@ namespace octofuse {
 namespace {
 
 // None: a call that oneDNN serves faster, part by part. norm: None, "layer_norm" or "rms_norm"; x_scale None: a scale
-// for each token. x may be int8 already, with x_scale.
+// for each token, or
+// with scales of blocks for each of their columns. x may be quantised already, with x_scale.
 py::object quantized_linear(const py::tuple& fields) {
   const RowLinearFields f(fields);
-  LinearCall call = checked_operands(f.x, f.w, {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8});
-  const bool given = call.x.dtype == DType::kInt8;
+  LinearCall call = checked_operands(
+      f.x, f.w, {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8, DType::kE4M3, DType::kE5M2});
+  const bool given = size_of(call.x.dtype) == 1;
   RowPassArgs rows;
   if (!given) rows = checked_rows(call.x);
-  if (given && f.x_scale.is_none()) refuse<ValueError>("x_scale", "the scale of an int8 x", "None");
+  if (given && f.x_scale.is_none())
+    refuse<ValueError>("x_scale", std::string("the scale of x in ") + name_of(call.x.dtype), "None");
   if (given && !f.norm.is_none()) {
-    refuse<ValueError>("norm", "None for an int8 x", "'" + parse_str(f.norm, "norm") + "'");
+    refuse<ValueError>("norm", std::string("None for x in ") + name_of(call.x.dtype),
+                       "'" + parse_str(f.norm, "norm") + "'");
   }
   if (!f.norm.is_none()) {
     parse_norm(parse_str(f.norm, "norm"), {f.norm_weight, f.norm_bias, f.eps, "norm_weight", "norm_bias"}, call.x,
                rows);
   }
   GemmArgs& args = call.args;
+  args.fast_accumulate = f.fast_accumulate.cast<bool>();
   const bool per_token = f.x_scale.is_none();
-  if (!per_token) rows.scale = parse_scale(f.x_scale, "x_scale", given ? args.m : -1, call.x);
+  const bool blocks = parse_block_scales(call, given ? f.x_scale : py::handle(py::none()), f.w_scale);
+  if (blocks && !given && !per_token) refuse<ValueError>("x_scale", "None beside a w_scale of blocks", "one");
+  if (!per_token && !blocks) rows.scale = parse_scale(f.x_scale, "x_scale", given ? args.m : -1, call.x);
   parse_epilogue(call, f.w_scale, f.bias, f.activation, f.residual);
   args.constant_weight = f.constant_weight.cast<bool>();
   args.out_type = parse_output(call, f.out_dtype, f.out_scale);
@@ -44,7 +51,7 @@ py::object quantized_linear(const py::tuple& fields) {
     py::object result = TensorFactory(call.x.dl.device).make(call.out_shape, args.out_type, &args.out);
     const CpuCall on_cpu;
     if (given) {
-      args.epilogue.x_scale = rows.scale;
+      if (!blocks) args.epilogue.x_scale = rows.scale;
       cpu::linear(args);
     } else {
       cpu::row_linear(rows, per_token, args);
@@ -58,7 +65,7 @@ py::object quantized_linear(const py::tuple& fields) {
   py::object result = factory.make(call.out_shape, args.out_type, &args.out);
   const Stream stream = factory.current_stream();
   if (given) {
-    args.epilogue.x_scale = rows.scale;
+    if (!blocks) args.epilogue.x_scale = rows.scale;
     run_gemm(select(problem_of(call), device_capability(device), "auto"), args, device, stream, allocate);
   } else {
     run_row_linear(rows, per_token, args, problem_of(call), device, stream, allocate);

@@ -53,17 +53,26 @@ py::object run(LinearCall& call, DType out_type, const std::string& engine, py::
 
 py::object linear(const py::tuple& fields, py::handle out) {
   const LinearFields given(fields);
-  LinearCall call = checked_operands(given.x, given.w);
+  LinearCall call = checked_operands(given.x, given.w, {DType::kInt8, DType::kE4M3, DType::kE5M2});
   call.args.constant_weight = given.constant_weight.cast<bool>();
-  call.args.epilogue.x_scale = parse_scale(given.x_scale, "x_scale", call.args.m, call.x);
+  call.args.fast_accumulate = given.fast_accumulate.cast<bool>();
+  if (!parse_block_scales(call, given.x_scale, given.w_scale)) {
+    call.args.epilogue.x_scale = parse_scale(given.x_scale, "x_scale", call.args.m, call.x);
+  }
   parse_epilogue(call, given.w_scale, given.bias, given.activation, given.residual);
   parse_zero_point(call, given.x_zero_point, given.w_sum);
   return run(call, parse_output(call, given.out_dtype, given.out_scale), parse_str(given.engine, "engine"), out);
 }
 
+LinearCall checked_int8(py::handle x, py::handle w) {
+  LinearCall call = checked_operands(x, w);
+  expect_dtype(call.w, {DType::kInt8});
+  return call;
+}
+
 // int32 accumulators, or with `alpha` their requantisation clamp(rne(float(acc) * alpha), -128, 127).
 py::object matmul(py::handle x, py::handle w, py::handle alpha, const std::string& engine, py::handle out) {
-  LinearCall call = checked_operands(x, w);
+  LinearCall call = checked_int8(x, w);
   if (alpha.is_none()) return run(call, DType::kInt32, engine, out);
   if (PyFloat_Check(alpha.ptr()) == 0) {
     refuse<TypeError>("alpha", "float", std::string(Py_TYPE(alpha.ptr())->tp_name));
@@ -75,7 +84,7 @@ py::object matmul(py::handle x, py::handle w, py::handle alpha, const std::strin
 }
 
 std::vector<std::pair<int, double>> tune(py::handle x, py::handle w, bool int8_output) {
-  LinearCall call = checked_operands(x, w);
+  LinearCall call = checked_int8(x, w);
   if (call.x.on_cpu()) refuse<ValueError>("x", "a tensor on cuda", call.x.device_text());
   call.args.out_type = int8_output ? DType::kInt8 : DType::kInt32;
   call.args.epilogue.clamp_low = -128;
@@ -100,9 +109,18 @@ DType parse_output(const std::string& out_dtype) {
                           {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8, DType::kInt32});
 }
 
-GemmProblem problem_of(int64_t m, int64_t n, int64_t k, const std::string& out_dtype, bool raw,
-                       bool double_activation) {
+Arithmetic parse_arithmetic(const std::string& name) {
+  if (name == "int8") return Arithmetic::kInt8;
+  if (name == "float8") return Arithmetic::kFloat8;
+  if (name == "float8_fast") return Arithmetic::kFloat8Fast;
+  if (name == "e5m2") return Arithmetic::kE5M2;
+  refuse<ValueError>("arithmetic", "int8, float8, float8_fast or e5m2", name);
+}
+
+GemmProblem problem_of(int64_t m, int64_t n, int64_t k, const std::string& out_dtype, bool raw, bool double_activation,
+                       const std::string& arithmetic = "int8") {
   GemmProblem problem;
+  problem.arithmetic = parse_arithmetic(arithmetic);
   problem.m = m;
   problem.n = n;
   problem.k = k;
@@ -141,16 +159,19 @@ py::dict dict_of(const GemmProblem& problem, const Capability& capability, const
 
 // The choice on a device that is here, with what was measured on it.
 py::dict explain_here(int64_t m, int64_t n, int64_t k, const std::string& out_dtype, bool raw, bool double_activation,
-                      const std::string& engine, int device) {
+                      const std::string& engine, int device, const std::string& arithmetic, bool block_scales) {
   read_tuning_once(device);
-  return dict_of(problem_of(m, n, k, out_dtype, raw, double_activation), device_capability(device), engine);
+  GemmProblem problem = problem_of(m, n, k, out_dtype, raw, double_activation, arithmetic);
+  problem.block_scales = block_scales;
+  return dict_of(problem, device_capability(device), engine);
 }
 
 // The choice for a device that need not be here.
 py::dict explain_problem(int64_t m, int64_t n, int64_t k, const std::string& out_dtype, bool raw,
                          bool double_activation, const std::string& engine, int compute_capability, int sm_count,
-                         bool cublaslt, const std::vector<TunedEntry>& tuned, double bandwidth) {
-  const GemmProblem problem = problem_of(m, n, k, out_dtype, raw, double_activation);
+                         bool cublaslt, const std::vector<TunedEntry>& tuned, double bandwidth,
+                         const std::string& arithmetic) {
+  const GemmProblem problem = problem_of(m, n, k, out_dtype, raw, double_activation, arithmetic);
   const TunedTable table = table_of(tuned);
   Capability capability = capability_for(compute_capability, sm_count);
   capability.bandwidth = bandwidth;
@@ -161,9 +182,10 @@ py::dict explain_problem(int64_t m, int64_t n, int64_t k, const std::string& out
 }
 
 std::vector<std::pair<std::string, double>> estimate_problem(int64_t m, int64_t n, int64_t k,
-                                                             const std::string& out_dtype, bool raw, int device) {
+                                                             const std::string& out_dtype, bool raw, int device,
+                                                             const std::string& arithmetic) {
   std::vector<std::pair<std::string, double>> result;
-  const GemmProblem problem = problem_of(m, n, k, out_dtype, raw, false);
+  const GemmProblem problem = problem_of(m, n, k, out_dtype, raw, false, arithmetic);
   for (const auto& [candidate, time] : estimates(problem, device_capability(device))) {
     result.emplace_back(candidate->name, time);
   }
@@ -205,11 +227,13 @@ void bind_gemm(py::module_& module) {
   module.def("matmul", &matmul, py::arg("x"), py::arg("w"), py::arg("alpha"), py::arg("engine"), py::arg("out"));
   module.def("select", &explain_problem, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("raw"),
              py::arg("double_activation"), py::arg("engine"), py::arg("compute_capability"), py::arg("sm_count"),
-             py::arg("cublaslt"), py::arg("tuned") = std::vector<TunedEntry>(), py::arg("bandwidth") = 0.0);
+             py::arg("cublaslt"), py::arg("tuned") = std::vector<TunedEntry>(), py::arg("bandwidth") = 0.0,
+             py::arg("arithmetic") = "int8");
   module.def("explain", &explain_here, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("raw"),
-             py::arg("double_activation"), py::arg("engine"), py::arg("device"));
+             py::arg("double_activation"), py::arg("engine"), py::arg("device"), py::arg("arithmetic") = "int8",
+             py::arg("block_scales") = false);
   module.def("estimates", &estimate_problem, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"),
-             py::arg("raw"), py::arg("device"));
+             py::arg("raw"), py::arg("device"), py::arg("arithmetic") = "int8");
   module.def("features", &features_of_problem, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("sm_count"));
   module.def(
       "set_tuned", [](int device, const std::vector<TunedEntry>& entries) { set_tuned(device, table_of(entries)); },

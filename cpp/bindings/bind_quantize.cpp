@@ -94,8 +94,8 @@ void run_ordered(RowPassArgs args, const TensorView& x, const TensorFactory& fac
   run_pass(reorder, x, factory);
 }
 
-// op: "layer_norm", "rms_norm", "activation", "gated_activation" or "reorder". Returns [y or q] + [scales, if they were
-// found here] + [x + residual, if there is one].
+// op: "copy", "layer_norm", "rms_norm", "activation", "gated_activation" or "reorder". Returns [y or q] + [scales, if
+// they were found here: [rows, 1], or of blocks [blocks, rows]] + [x + residual, if there is one].
 py::object rows(const py::tuple& fields) {
   const RowsFields given(fields);
   const std::string op = parse_str(given.op, "op");
@@ -109,7 +109,7 @@ py::object rows(const py::tuple& fields) {
   if (op == "layer_norm" || op == "rms_norm") {
     parse_norm(op, {given.weight, given.bias, given.eps, "weight", "bias"}, x, args);
     parse_added(residual, x, args);
-  } else if (op != "reorder") {
+  } else if (op != "reorder" && op != "copy") {
     args.activation = parse_activation(given.activation);
     if (args.activation == Activation::kNone) {
       refuse<ValueError>("activation", activation_names(), "None");
@@ -126,18 +126,27 @@ py::object rows(const py::tuple& fields) {
   }
   if (op == "reorder" && args.order == nullptr) refuse<TypeError>("order", "an int32 tensor", "None");
   const bool dynamic = quantize && scale.is_none();
+  if (quantize) {
+    args.q_type = parse_dtype(given.q_dtype, "dtype", {DType::kInt8, DType::kE4M3, DType::kE5M2});
+    args.block_scales = given.q_block.cast<bool>();
+    if (args.block_scales && (args.q_type == DType::kInt8 || !dynamic)) {
+      refuse<ValueError>("block", dynamic ? "False for int8" : "False beside a scale", "True");
+    }
+  }
   if (quantize && !dynamic) args.scale = parse_scale(scale, "scale", -1, x);
   const TensorFactory factory(x.dl.device);
   py::list results;
   void* data = nullptr;
-  results.append(factory.make(shape, quantize ? DType::kInt8 : x.dtype, &data));
+  results.append(factory.make(shape, quantize ? args.q_type : x.dtype, &data));
   if (quantize) {
     args.q = static_cast<int8_t*>(data);
   } else {
     args.y = data;
   }
   if (dynamic) {
-    results.append(factory.make({args.rows, 1}, DType::kFloat32, &data));
+    const std::vector<int64_t> blocks = {scale_blocks(args.cols), args.rows};
+    results.append(
+        factory.make(args.block_scales ? blocks : std::vector<int64_t>{args.rows, 1}, DType::kFloat32, &data));
     args.scales = static_cast<float*>(data);
   }
   // Not by args.residual: an empty tensor has no address.
@@ -152,7 +161,7 @@ py::object rows(const py::tuple& fields) {
 
 py::object dequantize(py::handle q_object, py::handle scale, py::handle out_dtype) {
   const TensorView q(q_object, "q");
-  expect_dtype(q, {DType::kInt8, DType::kInt32});
+  expect_dtype(q, {DType::kInt8, DType::kInt32, DType::kE4M3, DType::kE5M2});
   expect_known_device(q);
   if (q.ndim() < 1) refuse<ValueError>("q", "at least one dimension", "shape " + q.shape_text());
   if (q.size(q.ndim() - 1) < 1) refuse<ValueError>("q", "a last dimension of at least 1", "shape " + q.shape_text());

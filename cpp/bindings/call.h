@@ -15,11 +15,11 @@ namespace py = pybind11;
 // clang-format off
 #define OCTOFUSE_LINEAR_FIELDS(X) \
   X(x) X(w) X(x_scale) X(w_scale) X(bias) X(activation) X(residual) \
-  X(out_dtype) X(out_scale) X(engine) X(x_zero_point) X(w_sum) X(constant_weight)
+  X(out_dtype) X(out_scale) X(engine) X(x_zero_point) X(w_sum) X(constant_weight) X(fast_accumulate)
 
 #define OCTOFUSE_ROW_LINEAR_FIELDS(X) \
   X(x) X(w) X(x_scale) X(w_scale) X(norm) X(norm_weight) X(norm_bias) X(eps) X(bias) X(activation) X(residual) \
-  X(out_dtype) X(out_scale) X(constant_weight)
+  X(out_dtype) X(out_scale) X(constant_weight) X(fast_accumulate)
 
 #define OCTOFUSE_LOWBIT_FIELDS(X) \
   X(x) X(x_scale) X(packed) X(scale) X(zero) X(offset) X(kind) X(bits) X(group) \
@@ -28,7 +28,7 @@ namespace py = pybind11;
 
 #define OCTOFUSE_ROWS_FIELDS(X) \
   X(x) X(op) X(residual) X(weight) X(bias) X(eps) X(activation) X(quantize) X(scale) \
-  X(constants) X(order)
+  X(constants) X(order) X(q_dtype) X(q_block)
 
 #define OCTOFUSE_COL32_FIELDS(X) \
   X(x) X(w) X(sizes) X(x_scale) X(w_scale) X(bias) X(activation) X(residual) \

@@ -45,6 +45,10 @@ DType dtype_of(DLDataType type) {
       return type.bits == 16 ? DType::kFloat16 : type.bits == 32 ? DType::kFloat32 : DType::kOther;
     case kDLBfloat:
       return type.bits == 16 ? DType::kBFloat16 : DType::kOther;
+    case kDLFloat8_e4m3fn:
+      return DType::kE4M3;
+    case kDLFloat8_e5m2:
+      return DType::kE5M2;
     default:
       return DType::kOther;
   }
@@ -60,6 +64,10 @@ DLDataType to_dl(DType type) {
       return {kDLFloat, 16, 1};
     case DType::kBFloat16:
       return {kDLBfloat, 16, 1};
+    case DType::kE4M3:
+      return {kDLFloat8_e4m3fn, 8, 1};
+    case DType::kE5M2:
+      return {kDLFloat8_e5m2, 8, 1};
     default:
       return {kDLFloat, 32, 1};
   }

@@ -18,12 +18,14 @@ struct LinearCall {
   std::vector<int64_t> out_shape;
 };
 
-// x [..., K] and w [N, K], int8 (x: one of x_types) on one device, of sizes that kernels can take.
+// x [..., K] and w [N, K], int8 or float8 (x: one of x_types) on one device, of sizes that kernels can take.
 LinearCall checked_operands(py::handle x, py::handle w, std::initializer_list<DType> x_types = {DType::kInt8});
+// Scales of blocks, if w_scale has those; x_scale: None where they are found later. Comes before parse_epilogue().
+bool parse_block_scales(LinearCall& call, py::handle x_scale, py::handle w_scale);
 void parse_bias(LinearCall& call, py::handle object);
 // w_scale, bias, activation and residual.
 void parse_epilogue(LinearCall& call, py::handle w_scale, py::handle bias, py::handle activation, py::handle residual);
-// The type of the output: int8 where there is a scale for it.
+// The type of the output: int8 where there is a scale for it, of float8 operands what out_dtype says, int8 or e4m3.
 DType parse_output(LinearCall& call, py::handle out_dtype, py::handle out_scale);
 void parse_residual(LinearCall& call, py::handle object);
 // Asymmetric activations: x stands for x - x_zero, and the sums of w's rows take the zero point out of the product.

@@ -156,16 +156,39 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, c
     return t.to(x.dtype).reshape(x.shape)
 
 
-def quantize(x: Tensor, scale: Tensor | float) -> Tensor:
-    """q = clamp(rne(float(x) * r), -127, 127) with r = 1 / scale; scale broadcasts against x."""
-    return requantize(x.float(), scale)
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
-def token_scales(x: Tensor) -> Tensor:
-    """x [..., K] -> [rows, 1] fp32: s = amax / 127, and 1 for a row of zeros."""
-    amax = x.reshape(-1, x.shape[-1]).float().abs().amax(dim=-1, keepdim=True)
+def quantize(x: Tensor, scale: Tensor | float, dtype: torch.dtype = torch.int8) -> Tensor:
+    """q = clamp(rne(float(x) * r), -127, 127) with r = 1 / scale; scale broadcasts against x. float8: at most LARGEST."""
+    if dtype == torch.int8:
+        return requantize(x.float(), scale)
+    scale = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
+    t = x.float() * (torch.ones_like(scale) / scale)
+    return t.clamp_(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+
+
+def scales_of(amax: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
+    """amax fp32 -> s = amax / LARGEST, and 1 for zeros."""
     # A tensor divisor: torch multiplies by the inverse of a Python number on CUDA, which rounds twice.
-    return torch.where(amax == 0, torch.ones_like(amax), amax / torch.full_like(amax, 127.0))
+    return torch.where(amax == 0, torch.ones_like(amax), amax / torch.full_like(amax, LARGEST[dtype]))
+
+
+def token_scales(x: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
+    """x [..., K] -> [rows, 1] fp32: s = amax / 127 (float8: LARGEST), and 1 for a row of zeros."""
+    return scales_of(x.reshape(-1, x.shape[-1]).float().abs().amax(dim=-1, keepdim=True), dtype)
+
+
+def block_scales(w: Tensor, rows: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """w [N, K] -> fp32 [ceil(N / rows), ceil(K / 128)], one scale for each block of rows x 128."""
+    n, k = w.shape
+    padded = torch.nn.functional.pad(w.float().abs(), (0, -k % 128, 0, -n % rows))
+    return scales_of(padded.view(-(-n // rows), rows, -(-k // 128), 128).amax((1, 3)), dtype)
+
+
+def expanded(scales: Tensor, n: int, k: int, rows: int) -> Tensor:
+    """Scales of blocks of rows x 128 -> [n, k], each at its elements."""
+    return scales.repeat_interleave(rows, 0)[:n].repeat_interleave(128, 1)[:, :k]
 
 
 def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ namespace octofuse {
 
 struct DequantizeArgs {
   int64_t rows = 0, cols = 0;
-  const void* q = nullptr;  // [rows, cols] int8 or int32, row stride ldq
+  const void* q = nullptr;  // [rows, cols] int8, int32, float8 or fp32, row stride ldq
   int64_t ldq = 0;
   int64_t q_group = 0;  // q in COL32 (ldq is 32): elements from one group of 32 columns to the next; 0: rows
   DType q_type = DType::kInt8;

@@ -1,8 +1,8 @@
-// int8 GEMM with the fused epilogue: problem -> select -> run.
+// 8-bit GEMM with the fused epilogue: problem -> select -> run.
 //
-//   acc[m,n] = sum_k x[m,k] * w[n,k]                        int32, exact
+//   acc[m,n] = sum_k x[m,k] * w[n,k]                        int8: int32, exact; float8: fp32, see Arithmetic
 //   t = float(acc) * w_scale[n] * x_scale[m] + bias[n]; t = act(t); t = t + residual[m,n]
-//   out = round(t)  or, for int8,  clamp(rne(t * (1 / out_scale)), clamp_low, 127)
+//   out = round(t)  or, for int8,  clamp(rne(t * (1 / out_scale)), clamp_low, 127); for e4m3 rne, at most 448
 //
 // src/epilogue/EPILOGUES.md holds the formula's every rounding.
 #pragma once
@@ -22,6 +22,15 @@ namespace octofuse {
 
 enum class Engine : int8_t { kSkinny, kWgmma, kCutlassSm90, kCutlassSm80, kCublasLt, kNaive };
 
+// What is multiplied, and how the products of a row are added up: along K in one order that nothing else changes, so
+// that a row's bits depend on neither M nor the tile.
+enum class Arithmetic : int8_t {
+  kInt8,
+  kFloat8,      // e4m3: 128 columns by the tensor cores, which keep about 14 bits, then added in fp32
+  kFloat8Fast,  // e4m3: all columns by the tensor cores
+  kE5M2,        // x in e5m2, w in e4m3; else as kFloat8
+};
+
 // What select() may look at: the shape and the kind of output, never a pointer or a value.
 struct GemmProblem {
   int64_t m = 0, n = 0, k = 0;
@@ -30,10 +39,12 @@ struct GemmProblem {
   int64_t ldo = 0;                 // leading dimension of the output in elements
   bool out_aligned = true;         // output pointer is 16-byte aligned
   bool double_activation = false;  // fp32 output through gelu, gelu_tanh or silu
+  Arithmetic arithmetic = Arithmetic::kInt8;
+  bool block_scales = false;
 };
 
-// One kernel that could serve: an engine, one of its tiles and how its blocks share the work. Products are exact, so
-// none of it changes a bit of the output.
+// One kernel that could serve: an engine, one of its tiles and how its blocks share the work. None of it changes a bit
+// of the output, but that cuBLASLt adds float8 products in an order of its own.
 struct Candidate {
   Engine engine;
   std::string name;  // "wgmma/64x64_split2"
@@ -43,6 +54,7 @@ struct Candidate {
   int split = 1;          // blocks that share the K of a tile
   int blocks_per_sm = 1;  // blocks that share an SM's memory
   int cluster = 1;        // persistent tiles: blocks that share the weights of neighbouring tiles
+  Arithmetic arithmetic = Arithmetic::kInt8;
 };
 
 // Every candidate of this library, in a fixed order.
@@ -107,7 +119,7 @@ struct EpilogueArgs {
 
 struct GemmArgs {
   int64_t m = 0, n = 0, k = 0;
-  const int8_t* x = nullptr;  // [M, K], row stride ldx
+  const int8_t* x = nullptr;  // [M, K], row stride ldx; the bytes of float8, too
   int64_t ldx = 0;
   const int8_t* w = nullptr;  // [N, K], row stride ldw
   int64_t ldw = 0;
@@ -115,11 +127,20 @@ struct GemmArgs {
   int64_t ldo = 0;
   int64_t out_group = 0;  // COL32 output (ldo is 32): elements from one group of 32 columns to the next; 0: rows
   DType out_type = DType::kFloat16;
+  DType x_type = DType::kInt8, w_type = DType::kInt8;
+  bool fast_accumulate = false;    // of e4m3
+  BlockScales x_blocks, w_blocks;  // of float8, both or none; with them the epilogue's scales are 1
   EpilogueArgs epilogue;
   // Nothing in flight on the stream writes w, w_scale, bias or w_sum: in a captured chain they may be read before the
   // kernel's predecessor has finished.
   bool constant_weight = false;
 };
+
+inline Arithmetic arithmetic_of(const GemmArgs& args) {
+  if (args.x_type == DType::kInt8) return Arithmetic::kInt8;
+  if (args.x_type == DType::kE5M2) return Arithmetic::kE5M2;
+  return args.fast_accumulate ? Arithmetic::kFloat8Fast : Arithmetic::kFloat8;
+}
 
 // What cuBLASLt can write itself: int32 accumulators, or int8 by one host factor in w_scale, which clamps at -128.
 inline bool is_raw(const GemmArgs& args) {

@@ -1,5 +1,6 @@
 // One pass over rows: add a residual, normalise or activate, quantise. Symmetric quantisation: s = amax / 127, r = 1 /
-// s (each rounded once to fp32), q = clamp(rne(float(t) * r), -127, 127).
+// s (each rounded once to fp32), q = clamp(rne(float(t) * r), -127, 127); to float8 s = amax / 448 in e4m3 and amax /
+// 57344 in e5m2, and q = float8(t * r), rounded to even, at most the largest number.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +36,10 @@ struct RowPassArgs {
   // every row gets its own scale, else all have `scale`.
   void* y = nullptr;
   int8_t* q = nullptr;
-  int64_t q_group = 0;  // q in COL32, padding included: elements from one group of 32 columns to the next; 0: rows
+  DType q_type = DType::kInt8;  // or kE4M3, kE5M2: the bytes of q
+  int64_t q_group = 0;  // int8 q in COL32, padding included: elements from one group of 32 columns to the next; 0: rows
   float* scales = nullptr;
+  bool block_scales = false;  // of q in e4m3: every 128 columns their own, scales[block * rows + row]
   ScaleView scale;
   // Nothing in flight on the stream writes weight, bias, order or scale: in a captured chain they may be read before
   // the kernel's predecessor has finished.
@@ -44,7 +47,8 @@ struct RowPassArgs {
 };
 
 // A zero row gets scale 1. A row with NaN or Inf gets a non-finite scale and zeros where the product is NaN, so that
-// its real values stay NaN and no other row changes; with one given scale NaN becomes 0 and infinities saturate.
+// its real values stay NaN and no other row changes; with one given scale NaN becomes 0 and infinities saturate. In
+// float8 NaN stays NaN.
 void row_pass(const RowPassArgs& args, int device, Stream stream);
 
 // Whether row_pass() takes a norm or an activation together with `order`: a row has to fit a block's shared memory.

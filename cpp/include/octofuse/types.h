@@ -6,10 +6,12 @@
 
 namespace octofuse {
 
-enum class DType : int8_t { kInt8, kInt32, kFloat16, kBFloat16, kFloat32, kOther };
+enum class DType : int8_t { kInt8, kInt32, kFloat16, kBFloat16, kFloat32, kE4M3, kE5M2, kOther };
+
+constexpr bool is_float8(DType type) { return type == DType::kE4M3 || type == DType::kE5M2; }
 
 constexpr size_t size_of(DType type) {
-  return type == DType::kInt8 ? 1 : type == DType::kFloat16 || type == DType::kBFloat16 ? 2 : 4;
+  return type == DType::kInt8 || is_float8(type) ? 1 : type == DType::kFloat16 || type == DType::kBFloat16 ? 2 : 4;
 }
 
 constexpr const char* name_of(DType type) {
@@ -18,6 +20,8 @@ constexpr const char* name_of(DType type) {
          : type == DType::kFloat16  ? "float16"
          : type == DType::kBFloat16 ? "bfloat16"
          : type == DType::kFloat32  ? "float32"
+         : type == DType::kE4M3     ? "float8_e4m3fn"
+         : type == DType::kE5M2     ? "float8_e5m2"
                                     : "other";
 }
 
@@ -46,6 +50,17 @@ struct ScaleView {
   int64_t step = 0;  // 0: one scalar for all
   float value = 1.0F;
 };
+
+// A factor of every block of 128 columns: that of row i (of w: of its block of 128 rows) at data[i * row + block *
+// step].
+struct BlockScales {
+  const float* data = nullptr;  // null: there are none
+  int64_t row = 0, step = 0;
+};
+
+// Columns, and rows of w, that share a factor.
+constexpr int64_t kScaleBlock = 128;
+constexpr int64_t scale_blocks(int64_t extent) { return (extent + kScaleBlock - 1) / kScaleBlock; }
 
 // One int32 per row: data[i * step], or `value` where there is no tensor.
 struct IntView {

@@ -31,13 +31,25 @@ inline void finish_floats(const EpilogueArgs& e, const Output& out, int64_t m, i
     for (int64_t i = 0; i < count; ++i) t[i] = t[i] + other[i];
   }
   const int64_t at = m * out.ld + n0;
-  if (out.type == DType::kInt8) {
+  if (size_of(out.type) == 1) {
     // The bare requantisation of i8i8_matmul has its factor in w_scale, and 1 here.
     const float r = 1.0F / scale_at(e.out_scale, 0);
-    store_int8(t, count, r, static_cast<float>(e.clamp_low), static_cast<int8_t*>(out.data) + at);
+    store_scaled(t, count, r, static_cast<float>(e.clamp_low), static_cast<int8_t*>(out.data) + at, out.type);
   } else {
     store_floats(t, count, out.data, out.type, at);
   }
+}
+
+// t * w_scale * x_scale, and the rest.
+inline void scale_and_finish(const EpilogueArgs& e, const Output& out, int64_t m, int64_t n0, int64_t count, float* t) {
+  if (e.w_scale.data != nullptr && e.w_scale.step == 1) {
+    for (int64_t i = 0; i < count; ++i) t[i] = t[i] * e.w_scale.data[n0 + i];
+  } else {
+    for (int64_t i = 0; i < count; ++i) t[i] = t[i] * scale_at(e.w_scale, n0 + i);
+  }
+  const float x_scale = scale_at(e.x_scale, m);
+  for (int64_t i = 0; i < count; ++i) t[i] = t[i] * x_scale;
+  finish_floats(e, out, m, n0, count, t);
 }
 
 inline void finish_sums(const EpilogueArgs& e, const Output& out, int64_t m, int64_t n0, int64_t count, int32_t* acc) {
@@ -55,14 +67,7 @@ inline void finish_sums(const EpilogueArgs& e, const Output& out, int64_t m, int
   }
   float t[kGemmChannels];
   for (int64_t i = 0; i < count; ++i) t[i] = static_cast<float>(acc[i]);
-  if (e.w_scale.data != nullptr && e.w_scale.step == 1) {
-    for (int64_t i = 0; i < count; ++i) t[i] = t[i] * e.w_scale.data[n0 + i];
-  } else {
-    for (int64_t i = 0; i < count; ++i) t[i] = t[i] * scale_at(e.w_scale, n0 + i);
-  }
-  const float x_scale = scale_at(e.x_scale, m);
-  for (int64_t i = 0; i < count; ++i) t[i] = t[i] * x_scale;
-  finish_floats(e, out, m, n0, count, t);
+  scale_and_finish(e, out, m, n0, count, t);
 }
 
 }  // namespace

@@ -52,6 +52,43 @@ inline uint16_t half_of_float(float value) {
 }
 #endif
 
+// The value of e4m3's or e5m2's byte. Normal numbers by their bits; subnormal ones are exact multiples.
+inline float float_of_e4m3(uint8_t byte) {
+  const uint32_t sign = static_cast<uint32_t>(byte & 0x80) << 24;
+  const uint32_t rest = byte & 0x7F;
+  const float normal = float_of((rest << 20) + (120U << 23));
+  const float size = rest >= 8 ? normal : static_cast<float>(static_cast<int32_t>(rest)) * 0x1p-9F;
+  return float_of(sign | (rest == 0x7F ? 0x7FC00000 : bits_of(size)));
+}
+
+inline float float_of_e5m2(uint8_t byte) {
+  const uint32_t sign = static_cast<uint32_t>(byte & 0x80) << 24;
+  const uint32_t rest = byte & 0x7F;
+  const float normal = float_of((rest << 21) + (112U << 23));
+  const float size = rest >= 4 ? normal : static_cast<float>(static_cast<int32_t>(rest)) * 0x1p-16F;
+  return float_of(sign | (rest >= 0x7C ? 0x7F800000 | (rest & 3) << 21 : bits_of(size)));
+}
+
+// Rounded to even, at most the largest number; NaN stays NaN. kBits of mantissa, the smallest normal number 2^kLow.
+template <int kBits, int kLow>
+inline uint8_t float8_of(float value, float largest, uint8_t nan) {
+  const uint32_t bits = bits_of(value);
+  const auto sign = static_cast<uint8_t>(bits >> 24 & 0x80);
+  const float size = float_of(bits & 0x7FFFFFFF);
+  if (size != size) return sign | nan;
+  const float kept = size > largest ? largest : size;
+  constexpr int kShift = 23 - kBits;
+  const uint32_t u = bits_of(kept);
+  const uint32_t normal = ((u + (1U << (kShift - 1)) - 1 + (u >> kShift & 1)) >> kShift) - ((127U + kLow - 1) << kBits);
+  // Adding this leaves a subnormal number's multiple in the last bits, rounded to even.
+  constexpr uint32_t kMagic = static_cast<uint32_t>(127 + 23 + kLow - kBits) << 23;
+  const uint32_t subnormal = bits_of(kept + float_of(kMagic)) - kMagic;
+  return sign | static_cast<uint8_t>(u >= (127U + kLow) << 23 ? normal : subnormal);
+}
+
+inline uint8_t e4m3_of(float value) { return float8_of<3, -6>(value, 448.0F, 0x7F); }
+inline uint8_t e5m2_of(float value) { return float8_of<2, -14>(value, 57344.0F, 0x7F); }
+
 inline void load_halves(const uint16_t* from, int64_t count, float* to) {
   int64_t i = 0;
 #if defined(__F16C__)
@@ -99,6 +136,16 @@ inline void load_floats(const void* array, DType type, int64_t first, int64_t co
     case DType::kBFloat16: {
       const uint16_t* from = static_cast<const uint16_t*>(array) + first;
       for (int64_t i = 0; i < count; ++i) to[i] = float_of(static_cast<uint32_t>(from[i]) << 16);
+      return;
+    }
+    case DType::kE4M3: {
+      const uint8_t* from = static_cast<const uint8_t*>(array) + first;
+      for (int64_t i = 0; i < count; ++i) to[i] = float_of_e4m3(from[i]);
+      return;
+    }
+    case DType::kE5M2: {
+      const uint8_t* from = static_cast<const uint8_t*>(array) + first;
+      for (int64_t i = 0; i < count; ++i) to[i] = float_of_e5m2(from[i]);
       return;
     }
     case DType::kInt32: {
@@ -155,6 +202,16 @@ inline void store_int8(const float* t, int64_t count, float r, float low, int8_t
     v = v < low ? low : v;
     v = v > 127.0F ? 127.0F : v;
     to[i] = static_cast<int8_t>(static_cast<int32_t>((v + kRound) - kRound));
+  }
+}
+
+// t * r in 8 bits: int8 from `low` up, or float8.
+inline void store_scaled(const float* t, int64_t count, float r, float low, int8_t* to, DType type) {
+  if (type == DType::kInt8) return store_int8(t, count, r, low, to);
+  if (type == DType::kE4M3) {
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<int8_t>(e4m3_of(t[i] * r));
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<int8_t>(e5m2_of(t[i] * r));
   }
 }
 

@@ -3,13 +3,15 @@
 // function.
 #include "cpu/kernels.h"
 
+#include "cpu/float8.h"
 #include "cpu/gemm.h"
 #include "cpu/lowbit.h"
 #include "cpu/rows.h"
 
 namespace octofuse::cpu {
 
-const Kernels OCTOFUSE_CPU_TABLE = {OCTOFUSE_CPU_NAME, sizeof(Dot::X),  Dot::kStep,  prepare_row, gemm_block,
-                                    row_pass_rows,     dequantize_rows, permute_row, lowbit_tile};
+const Kernels OCTOFUSE_CPU_TABLE = {OCTOFUSE_CPU_NAME, sizeof(Dot::X), Dot::kStep,      prepare_row,
+                                    gemm_block,        row_pass_rows,  dequantize_rows, permute_row,
+                                    lowbit_tile,       widen_row,      float8_block};
 
 }  // namespace octofuse::cpu

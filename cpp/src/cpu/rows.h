@@ -78,14 +78,15 @@ inline void normalise(const RowPassArgs& args, float* v, float* squares) {
   round_floats(v, count, args.type);
 }
 
-// amax / 127; of zeros 1, and of a row with NaN NaN.
-inline float token_scale(const float* v, int64_t count) {
+// amax / 127, of float8 amax / its largest number; of zeros 1, and of a row with NaN NaN.
+inline float token_scale(const float* v, int64_t count, DType type) {
   int32_t most = 0;  // magnitudes are ordered as their bits are, NaN above all
   for (int64_t i = 0; i < count; ++i) {
     const auto bits = static_cast<int32_t>(bits_of(v[i]) & 0x7FFFFFFF);
     most = bits > most ? bits : most;
   }
-  return most == 0 ? 1.0F : float_of(static_cast<uint32_t>(most)) / 127.0F;
+  const float largest = type == DType::kInt8 ? 127.0F : type == DType::kE4M3 ? 448.0F : 57344.0F;
+  return most == 0 ? 1.0F : float_of(static_cast<uint32_t>(most)) / largest;
 }
 
 // buffer: 2 * (cols + kGroup) floats.
@@ -121,9 +122,18 @@ inline void row_pass_row(const RowPassArgs& args, int64_t row, float* buffer) {
     store_floats(v, count, args.y, args.type, row * count);
     return;
   }
+  int8_t* q = args.q + row * count;
+  if (args.block_scales) {
+    for (int64_t i = 0; i < count; i += kScaleBlock) {
+      const int64_t some = least(kScaleBlock, count - i);
+      const float scale = args.scales[i / kScaleBlock * args.rows + row] = token_scale(v + i, some, args.q_type);
+      store_scaled(v + i, some, 1.0F / scale, -127.0F, q + i, args.q_type);
+    }
+    return;
+  }
   float scale = scale_at(args.scale, 0);
-  if (args.scales != nullptr) scale = args.scales[row] = token_scale(v, count);
-  store_int8(v, count, 1.0F / scale, -127.0F, args.q + row * count);
+  if (args.scales != nullptr) scale = args.scales[row] = token_scale(v, count, args.q_type);
+  store_scaled(v, count, 1.0F / scale, -127.0F, q, args.q_type);
 }
 
 inline void row_pass_rows(const RowPassArgs& args, int64_t first, int64_t last, float* buffer) {

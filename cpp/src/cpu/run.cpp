@@ -155,6 +155,25 @@ void multiply(const GemmArgs& args, double time, const Quantise& quantise) {
   run_blocks(args.m, kGemmTokens, pieces_of(args.n, kGemmChannels), threads_for(time), prepare, block);
 }
 
+// The same of float8.
+template <class Quantise>
+void multiply_float8(const GemmArgs& args, double time, const Quantise& quantise) {
+  if (args.m == 0) return;
+  const ReleaseScratch release;
+  const Kernels& kernel = kernels();
+  const int64_t ld = rounded_up(args.k, kScaleBlock);
+  auto* x = scratch(kPrepared).take<float>(args.m * ld);
+  const auto prepare = [&](int64_t first, int64_t last) {
+    quantise(kernel, first, last);
+    for (int64_t m = first; m < last; ++m) kernel.widen(args.x, args.x_type, m * args.ldx, args.k, ld, x + m * ld);
+  };
+  const auto block = [&](int64_t first, int64_t last, int64_t piece) {
+    const int64_t n = piece * kGemmChannels;
+    kernel.float8(args, x, ld, first, last, n, std::min(args.n, n + kGemmChannels));
+  };
+  run_blocks(args.m, kGemmTokens, pieces_of(args.n, kGemmChannels), threads_for(4 * time), prepare, block);
+}
+
 double time_of(const GemmArgs& args) {
   const auto weights = static_cast<double>(args.n * args.k);
   return time_of(weights, weights * static_cast<double>(args.m));
@@ -163,7 +182,9 @@ double time_of(const GemmArgs& args) {
 }  // namespace
 
 void linear(const GemmArgs& args) {
-  multiply(args, time_of(args), [](const Kernels&, int64_t, int64_t) {});
+  const auto nothing = [](const Kernels&, int64_t, int64_t) {};
+  if (is_float8(args.x_type)) return multiply_float8(args, time_of(args), nothing);
+  multiply(args, time_of(args), nothing);
 }
 
 void row_linear(const RowPassArgs& rows, bool per_token, GemmArgs args) {
@@ -171,13 +192,22 @@ void row_linear(const RowPassArgs& rows, bool per_token, GemmArgs args) {
   args.x = pass.q = scratch(kQuantised).take<int8_t>(args.m * args.k);
   args.ldx = args.k;
   args.epilogue.x_scale = rows.scale;
+  pass.q_type = args.x_type;
   if (per_token) {
-    pass.scales = scratch(kScales).take<float>(args.m);
-    args.epilogue.x_scale = {pass.scales, 1, 1.0F};
+    pass.block_scales = args.w_blocks.data != nullptr;
+    pass.scales = scratch(kScales).take<float>(args.m * (pass.block_scales ? scale_blocks(args.k) : 1));
+    if (pass.block_scales) {
+      args.x_blocks = {pass.scales, 1, args.m};
+    } else {
+      args.epilogue.x_scale = {pass.scales, 1, 1.0F};
+    }
   }
-  multiply(args, time_of(args) + time_of_rows(args.m, args.k), [&](const Kernels& kernel, int64_t first, int64_t last) {
+  const double time = time_of(args) + time_of_rows(args.m, args.k);
+  const auto quantise = [&](const Kernels& kernel, int64_t first, int64_t last) {
     kernel.row_pass(pass, first, last, scratch(kRow).take<float>(row_pass_floats(pass.cols)));
-  });
+  };
+  if (is_float8(args.x_type)) return multiply_float8(args, time, quantise);
+  multiply(args, time, quantise);
 }
 
 void row_pass(const RowPassArgs& args) {

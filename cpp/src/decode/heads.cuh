@@ -11,7 +11,6 @@
 namespace octofuse::decode {
 
 constexpr int kBlockChannels = 64;  // kernels are made for heads of up to 1, 2 and 4 times so many channels
-constexpr float kMostFloat8 = 448.0F;
 
 // A head's elements in a lane, for heads of up to kBlocks * kBlockChannels channels.
 template <int kBlocks>
@@ -116,8 +115,7 @@ using Stored = std::conditional_t<kCache == CacheType::kFloat, T, uint8_t>;
 
 template <CacheType kCache>
 __device__ inline float scale_of_head(float amax) {
-  if constexpr (kCache == CacheType::kInt8) return rows::scale_of(amax);
-  return amax == 0.0F ? 1.0F : __fdiv_rn(amax, kMostFloat8);
+  return rows::scale_of(amax, kCache == CacheType::kInt8 ? DType::kInt8 : DType::kE4M3);
 }
 
 // inverse: 1 / the scale.

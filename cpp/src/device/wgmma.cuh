@@ -13,23 +13,47 @@
 
 namespace octofuse::wgmma {
 
-// d[64, kCols] (+)= a[64, 32] * b[kCols, 32]^T, int8 from shared memory into this warpgroup's int32 registers.
-template <int kCols>
+// d[64, kCols] (+)= a[64, 32] * b[kCols, 32]^T: 8-bit operands from shared memory, sums in this warpgroup's registers.
+// Instructions by the type of the sums and those of a and b.
+struct S32S8S8;
+struct F32E4M3E4M3;
+struct F32E5M2E4M3;
+struct F32E4M3E5M2;
+
+template <class Instruction>
+struct SumsOf {
+  using Register = float;  // CuTe's wrappers take int32 as uint32
+  using Sum = float;
+};
+template <>
+struct SumsOf<S32S8S8> {
+  using Register = uint32_t;
+  using Sum = int32_t;
+};
+
+template <class Instruction, int kCols>
 struct Mma;
 
-#define OCTOFUSE_WGMMA(N)                                                                                       \
+// `...`: template arguments of CuTe's wrapper, for those that have some.
+#define OCTOFUSE_WGMMA_OF(Instruction, N, ...)                                                                  \
   template <>                                                                                                   \
-  struct Mma<N> {                                                                                               \
+  struct Mma<Instruction, N> {                                                                                  \
+    using Register = SumsOf<Instruction>::Register;                                                             \
     template <size_t... i>                                                                                      \
-    __device__ static void call(uint64_t a, uint64_t b, uint32_t (&d)[N / 2], cute::SM90::GMMA::ScaleOut scale, \
+    __device__ static void call(uint64_t a, uint64_t b, Register (&d)[N / 2], cute::SM90::GMMA::ScaleOut scale, \
                                 std::index_sequence<i...>) {                                                    \
-      cute::SM90::GMMA::MMA_64x##N##x32_S32S8S8_SS_TN::fma(a, b, d[i]..., scale);                               \
+      cute::SM90::GMMA::MMA_64x##N##x32_##Instruction##_SS_TN __VA_ARGS__::fma(a, b, d[i]..., scale);           \
     }                                                                                                           \
-    __device__ static void run(uint64_t a, uint64_t b, uint32_t (&d)[N / 2], bool accumulate) {                 \
+    __device__ static void run(uint64_t a, uint64_t b, Register (&d)[N / 2], bool accumulate) {                 \
       using cute::SM90::GMMA::ScaleOut;                                                                         \
       call(a, b, d, accumulate ? ScaleOut::One : ScaleOut::Zero, std::make_index_sequence<N / 2>());            \
     }                                                                                                           \
   }
+#define OCTOFUSE_WGMMA(N)                \
+  OCTOFUSE_WGMMA_OF(S32S8S8, N);         \
+  OCTOFUSE_WGMMA_OF(F32E4M3E4M3, N, <>); \
+  OCTOFUSE_WGMMA_OF(F32E5M2E4M3, N, <>); \
+  OCTOFUSE_WGMMA_OF(F32E4M3E5M2, N, <>)
 OCTOFUSE_WGMMA(16);
 OCTOFUSE_WGMMA(32);
 OCTOFUSE_WGMMA(48);
@@ -43,6 +67,7 @@ OCTOFUSE_WGMMA(192);
 OCTOFUSE_WGMMA(240);
 OCTOFUSE_WGMMA(256);
 #undef OCTOFUSE_WGMMA
+#undef OCTOFUSE_WGMMA_OF
 
 // wgmma's view of a K-major operand tile whose rows are 128 bytes in TMA's 128-byte swizzle (PTX ISA, "matrix
 // descriptor"): address / 16, the distance of two groups of 8 rows (1024 bytes) / 16, and the swizzle's code. A step of

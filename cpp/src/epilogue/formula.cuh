@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 #include <type_traits>
@@ -56,6 +57,21 @@ __device__ inline float load_as_float(const void* data, DType type, int64_t inde
 __device__ inline int8_t requantize(float t, float r, int low) {
   return static_cast<int8_t>(min(max(__float2int_rn(__fmul_rn(t, r)), low), 127));
 }
+
+// t * r rounded to even in e4m3, at most 448 in magnitude; NaN stays NaN.
+__device__ inline __nv_fp8_e4m3 round_to_e4m3(float t, float r) {
+  __nv_fp8_e4m3 value;
+  value.__x = __nv_cvt_float_to_fp8(__fmul_rn(t, r), __NV_SATFINITE, __NV_E4M3);
+  return value;
+}
+
+// Outputs that are multiplied by 1 / out_scale.
+template <class Out>
+constexpr bool kIsScaled = std::is_same_v<Out, int8_t> || std::is_same_v<Out, __nv_fp8_e4m3>;
+
+// A sum of products in fp32: of int8 they are exact in int32 and rounded here, of float8 they are fp32.
+__device__ inline float float_of_sum(int32_t sum) { return __int2float_rn(sum); }
+__device__ inline float float_of_sum(float sum) { return sum; }
 
 // Where the elements of a fragment lie, and the edges of the matrix.
 template <int kSize>
@@ -167,11 +183,11 @@ __device__ inline void load_operands(const Coordinates<kSize>& at, const Epilogu
 
 // The steps of the formula over one fragment. Each takes its run-time switch outside the loop.
 
-template <int kSize>
-__device__ inline void dequantize(const int32_t (&acc)[kSize], const Operands<kSize>& operands, float (&t)[kSize]) {
+template <class Sum, int kSize>
+__device__ inline void dequantize(const Sum (&acc)[kSize], const Operands<kSize>& operands, float (&t)[kSize]) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
-    t[i] = __fmul_rn(__fmul_rn(__int2float_rn(acc[i]), operands.w_scale[i]), operands.x_scale[i]);
+    t[i] = __fmul_rn(__fmul_rn(float_of_sum(acc[i]), operands.w_scale[i]), operands.x_scale[i]);
   }
 }
 
@@ -187,13 +203,18 @@ __device__ inline void subtract_zero_points(const Operands<kSize>& operands, int
   for (int i = 0; i < kSize; ++i) acc[i] += operands.x_zero[i] * operands.minus_w_sum[i];
 }
 
-// The final rounding; `r` and `low` are those of int8.
+template <int kSize>
+__device__ inline void subtract_zero_points(const Operands<kSize>&, float (&)[kSize]) {}  // float8 has none
+
+// The final rounding; `r` is that of int8 and e4m3, `low` that of int8.
 template <class Out, int kSize>
 __device__ inline void round_to(const float (&t)[kSize], int low, float r, Out (&out)[kSize]) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
     if constexpr (std::is_same_v<Out, int8_t>) {
       out[i] = requantize(t[i], r, low);
+    } else if constexpr (std::is_same_v<Out, __nv_fp8_e4m3>) {
+      out[i] = round_to_e4m3(t[i], r);
     } else if constexpr (std::is_same_v<Out, __half>) {
       out[i] = __float2half_rn(t[i]);
     } else if constexpr (std::is_same_v<Out, __nv_bfloat16>) {
@@ -215,8 +236,8 @@ __device__ inline void finish(float (&t)[kSize], const float (&bias)[kSize], Act
   round_to(t, low, r, out);
 }
 
-// The formula to `Out`: __half, __nv_bfloat16, float, int8_t (requantised) or int32_t (raw). Operands that are absent
-// are not read.
+// The formula to `Out`: __half, __nv_bfloat16, float, int8_t or __nv_fp8_e4m3 (requantised) or int32_t (raw). Operands
+// that are absent are not read.
 template <class Out, bool kDoubleActivation = std::is_same_v<Out, float>, int kSize>
 __device__ inline void epilogue(int32_t (&acc)[kSize], const Operands<kSize>& operands, const EpilogueArgs& args,
                                 Out (&out)[kSize]) {
@@ -237,9 +258,9 @@ __device__ inline void epilogue(int32_t (&acc)[kSize], const Operands<kSize>& op
 }
 
 // The same without a branch: as finish(), and w_sum and x_zero are 0 where they are absent.
-template <class Out, class Activate, int kSize>
-__device__ inline void epilogue(int32_t (&acc)[kSize], const Operands<kSize>& operands, Activate activate, int low,
-                                float r, Out (&out)[kSize]) {
+template <class Out, class Activate, class Sum, int kSize>
+__device__ inline void epilogue(Sum (&acc)[kSize], const Operands<kSize>& operands, Activate activate, int low, float r,
+                                Out (&out)[kSize]) {
   if constexpr (std::is_same_v<Out, int32_t>) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) out[i] = acc[i];

@@ -37,6 +37,9 @@ struct Piece {
 
 // acc -= x_zero * w_sum
 template <class P, class Vectors>
+__device__ inline void subtract_zero_points(const P&, const Vectors&, float (&)[P::kSize]) {}  // float8 has none
+
+template <class P, class Vectors>
 __device__ inline void subtract_zero_points(const P& piece, const Vectors& vectors, int32_t (&acc)[P::kSize]) {
   const int32_t* zero = vectors.x_zero + piece.token;
   const int32_t* minus_sum = vectors.minus_w_sum + piece.channel;
@@ -45,8 +48,8 @@ __device__ inline void subtract_zero_points(const P& piece, const Vectors& vecto
 }
 
 // t = float(acc) * w_scale * x_scale + bias
-template <class P, class Vectors>
-__device__ inline void dequantize(const P& piece, const Vectors& vectors, const int32_t (&acc)[P::kSize],
+template <class P, class Vectors, class Sum>
+__device__ inline void dequantize(const P& piece, const Vectors& vectors, const Sum (&acc)[P::kSize],
                                   float (&t)[P::kSize]) {
   const float x_scale[2] = {vectors.x_scale[piece.token + piece.token_of(0)],
                             vectors.x_scale[piece.token + piece.token_of(2)]};
@@ -57,7 +60,7 @@ __device__ inline void dequantize(const P& piece, const Vectors& vectors, const 
     const float2 bias = *reinterpret_cast<const float2*>(vectors.bias + n);
 #pragma unroll
     for (int j = i; j < i + 4; ++j) {
-      const float scaled = __fmul_rn(__int2float_rn(acc[j]), j % 2 == 0 ? w_scale.x : w_scale.y);
+      const float scaled = __fmul_rn(float_of_sum(acc[j]), j % 2 == 0 ? w_scale.x : w_scale.y);
       t[j] = __fadd_rn(__fmul_rn(scaled, x_scale[j / 2 % 2]), j % 2 == 0 ? bias.x : bias.y);
     }
   }
@@ -165,10 +168,13 @@ __device__ inline void store_staged(const P& piece, const TileOutput& output, bo
 struct AnyEpilogue {
   static constexpr bool kUnrolled = false;
 
-  template <class P, class Vectors>
+  template <class P, class Vectors, class Sum>
   __device__ static void finish(const P& piece, const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors,
-                                int32_t (&acc)[P::kSize]) {
-    if (output.type == DType::kInt32) return store_pairs(piece, output, acc);
+                                Sum (&acc)[P::kSize]) {
+    constexpr bool kFloats = std::is_same_v<Sum, float>;
+    if constexpr (!kFloats) {
+      if (output.type == DType::kInt32) return store_pairs(piece, output, acc);
+    }
     float t[P::kSize];
     if (e.w_sum != nullptr) subtract_zero_points(piece, vectors, acc);
     dequantize(piece, vectors, acc, t);
@@ -179,6 +185,9 @@ struct AnyEpilogue {
       activate_by<__half, false>(e.activation, t);
     }
     if (e.residual != nullptr) add_residual(piece, e, output, t);
+    if constexpr (kFloats) {
+      if (output.type == DType::kE4M3) return store<__nv_fp8_e4m3>(piece, e, output, vectors, t);
+    }
     switch (output.type) {
       case DType::kFloat16:
         return store<__half>(piece, e, output, vectors, t);
@@ -206,9 +215,9 @@ struct UsualEpilogue {
   // Straight code for all pieces of a tile where it is short.
   static constexpr bool kUnrolled = kActivation == Activation::kNone || kActivation == Activation::kRelu;
 
-  template <class P, class Vectors>
+  template <class P, class Vectors, class Sum>
   __device__ static void finish(const P& piece, const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors,
-                                int32_t (&acc)[P::kSize]) {
+                                Sum (&acc)[P::kSize]) {
     float t[P::kSize];
     dequantize(piece, vectors, acc, t);
     if constexpr (kActivation == Activation::kGelu) {
@@ -219,7 +228,7 @@ struct UsualEpilogue {
     }
     if constexpr (kResidual) add_residual_as<Out>(piece, e, output, true, t);
     Out values[P::kSize];
-    round_to(t, e.clamp_low, std::is_same_v<Out, int8_t> ? vectors.out_inverse : 0.0F, values);
+    round_to(t, e.clamp_low, kIsScaled<Out> ? vectors.out_inverse : 0.0F, values);
     store_staged(piece, output, true, values);
   }
 };

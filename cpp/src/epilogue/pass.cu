@@ -22,18 +22,18 @@ struct alignas(sizeof(Q) * kSize < 16 ? sizeof(Q) * kSize : 16) Pack {
   Q values[kSize];
 };
 
-template <class Q>
-__device__ void load(const DequantizeArgs& args, int64_t row, int col, bool wide, int32_t (&acc)[kSize]) {
+template <class Q, class Sum>
+__device__ void load(const DequantizeArgs& args, int64_t row, int col, bool wide, Sum (&acc)[kSize]) {
   const int64_t offset = args.q_group == 0 ? col : col / 32 * args.q_group + col % 32;
   const Q* source = static_cast<const Q*>(args.q) + row * args.ldq + offset;
   if (wide) {
     const Pack<Q> pack = *reinterpret_cast<const Pack<Q>*>(source);
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) acc[j] = pack.values[j];
+    for (int j = 0; j < kSize; ++j) acc[j] = static_cast<Sum>(pack.values[j]);
     return;
   }
 #pragma unroll
-  for (int j = 0; j < kSize; ++j) acc[j] = col + j < args.cols ? source[j] : 0;
+  for (int j = 0; j < kSize; ++j) acc[j] = col + j < args.cols ? static_cast<Sum>(source[j]) : Sum{0};
 }
 
 template <class Out>
@@ -50,8 +50,9 @@ __device__ void round_and_store(const DequantizeArgs& args, int64_t row, const C
 }
 
 // The formula on 8 columns of a row; the output's type is a switch at the end.
+template <class Sum>
 __device__ void finish(const DequantizeArgs& args, int64_t row, const Coordinates<kSize>& at,
-                       const Operands<kSize>& operands, bool wide, float r, int32_t (&acc)[kSize]) {
+                       const Operands<kSize>& operands, bool wide, float r, Sum (&acc)[kSize]) {
   const EpilogueArgs& e = args.epilogue;
   float t[kSize];
   if (e.w_sum != nullptr) subtract_zero_points(operands, acc);
@@ -68,6 +69,8 @@ __device__ void finish(const DequantizeArgs& args, int64_t row, const Coordinate
   switch (args.out_type) {
     case DType::kInt8:
       return round_and_store<int8_t>(args, row, at, wide, r, t);
+    case DType::kE4M3:
+      return round_and_store<__nv_fp8_e4m3>(args, row, at, wide, r, t);
     case DType::kFloat16:
       return round_and_store<__half>(args, row, at, wide, r, t);
     case DType::kBFloat16:
@@ -80,6 +83,7 @@ __device__ void finish(const DequantizeArgs& args, int64_t row, const Coordinate
 // What depends on the column alone is read once; a thread keeps its 8 columns and goes down the rows.
 template <class Q>
 __global__ void __launch_bounds__(kBlock) epilogue_kernel(const DequantizeArgs args, bool wide_in, bool wide_out) {
+  using Sum = std::conditional_t<std::is_same_v<Q, int8_t> || std::is_same_v<Q, int32_t>, int32_t, float>;
   const int col = static_cast<int>(blockIdx.x * kBlock + threadIdx.x) * kSize;
   if (col >= args.cols) return;
   const EpilogueArgs& e = args.epilogue;
@@ -93,10 +97,10 @@ __global__ void __launch_bounds__(kBlock) epilogue_kernel(const DequantizeArgs a
   }
   Operands<kSize> operands;
   load_channel_operands(at, e, operands);
-  const float r = args.out_type == DType::kInt8 ? reciprocal(scale_at(e.out_scale, 0)) : 0.0F;
+  const float r = size_of(args.out_type) == 1 ? reciprocal(scale_at(e.out_scale, 0)) : 0.0F;
   const int step = kRows * static_cast<int>(gridDim.y);
   for (int64_t first = kRows * blockIdx.y; first < args.rows; first += step) {
-    int32_t acc[kRows][kSize];
+    Sum acc[kRows][kSize];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) load<Q>(args, min(first + i, args.rows - 1), col, wide_in, acc[i]);
 #pragma unroll 1
@@ -147,7 +151,11 @@ bool is_wide(const void* data, int64_t ld, int64_t cols, DType type) {
 void apply_epilogue(const DequantizeArgs& args, int device, Stream stream) {
   if (args.rows == 0) return;
   const DeviceGuard guard(device);
-  const auto kernel = args.q_type == DType::kInt8 ? epilogue_kernel<int8_t> : epilogue_kernel<int32_t>;
+  const auto kernel = args.q_type == DType::kInt8      ? epilogue_kernel<int8_t>
+                      : args.q_type == DType::kE4M3    ? epilogue_kernel<__nv_fp8_e4m3>
+                      : args.q_type == DType::kE5M2    ? epilogue_kernel<__nv_fp8_e5m2>
+                      : args.q_type == DType::kFloat32 ? epilogue_kernel<float>
+                                                       : epilogue_kernel<int32_t>;
   const int64_t across = (args.cols + kBlock * kSize - 1) / (kBlock * kSize);
   // About 16 blocks an SM: enough for every SM, few enough that a thread uses its columns' operands again.
   const int64_t wanted = std::max<int64_t>(1, 16 * device_capability(device).sm_count / across);

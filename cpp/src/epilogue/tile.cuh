@@ -1,4 +1,4 @@
-// From int32 accumulators of a tile in shared memory to finished output rows, for kernels that run this code once per
+// From the accumulators of a tile in shared memory to finished output rows, for kernels that run this code once per
 // block: there, waiting for scales and fetching instructions cost more than the arithmetic. So the vectors are read
 // early into shared memory, and the loops are short and rolled, with every run-time switch outside.
 #pragma once
@@ -18,7 +18,7 @@ struct TileVectors {
   alignas(16) int32_t minus_w_sum[kChannels];
   alignas(16) float x_scale[kTokens];
   alignas(16) int32_t x_zero[kTokens];
-  float out_inverse;  // 1 / out_scale of an int8 output
+  float out_inverse;  // 1 / out_scale of an output in 8 bits
 };
 
 __device__ inline float bias_of(uint32_t bits, DType type) {
@@ -107,7 +107,7 @@ struct PendingVectors {
       const int m = thread + kThreads * i;
       if (m < kTokens) vectors.x_scale[m] = x_scale[i];
     }
-    if (output.type == DType::kInt8 && thread == 0) vectors.out_inverse = reciprocal(out_scale);
+    if (size_of(output.type) == 1 && thread == 0) vectors.out_inverse = reciprocal(out_scale);
   }
 };
 
@@ -151,9 +151,9 @@ struct TileShare {
 
 // Wide accesses, and of the run-time switches the residual's alone; `accs` is [tokens][kPitch], activate(t) the
 // activation of 8 values.
-template <class Out, int kPitch, class Share, class Vectors, class Activate>
+template <class Out, int kPitch, class Share, class Vectors, class Sum, class Activate>
 __device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
-                            const int32_t* accs, Activate activate) {
+                            const Sum* accs, Activate activate) {
   constexpr int kPiece = Share::kPiece;
   Operands<kPiece> operands;
   Coordinates<kPiece> at;
@@ -169,10 +169,9 @@ __device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, con
   Out* out = static_cast<Out*>(output.out) + output.offset(share.m0 + share.m, at.n[0]);
 #pragma unroll 2
   for (int m = share.m; m < share.m_end; m += share.step) {
-    const auto* source = reinterpret_cast<const int4*>(accs + m * kPitch + share.n);
-    const int4 low = source[0];
-    const int4 high = source[1];
-    int32_t acc[kPiece] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    struct alignas(16) Sums {
+      Sum acc[kPiece];
+    } sums = *reinterpret_cast<const Sums*>(accs + m * kPitch + share.n);
     const float x_scale = vectors.x_scale[m];
     const int32_t x_zero = vectors.x_zero[m];
 #pragma unroll
@@ -183,22 +182,22 @@ __device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, con
     }
     if (adds) load_residual_row<true>(at, e, operands.residual);
     Out values[kPiece];
-    epilogue<Out>(acc, operands, activate, e.clamp_low, vectors.out_inverse, values);
+    epilogue<Out>(sums.acc, operands, activate, e.clamp_low, vectors.out_inverse, values);
     if (share.stores) store_piece<true>(out, at, values);
     out += share.step * output.ldo;
   }
 }
 
 // Any alignment and any switch.
-template <class Out, int kPitch, class Share, class Vectors, class Activate>
+template <class Out, int kPitch, class Share, class Vectors, class Sum, class Activate>
 __device__ void finish_narrow(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors,
-                              const Share& share, const int32_t* accs, Activate activate) {
+                              const Share& share, const Sum* accs, Activate activate) {
   constexpr int kPiece = Share::kPiece;
 #pragma unroll 1
   for (int m = share.m; m < share.m_end; m += share.step) {
     Operands<kPiece> operands;
     Coordinates<kPiece> at;
-    int32_t acc[kPiece];
+    Sum acc[kPiece];
     at.m_end = output.m;
     at.n_end = output.n;
 #pragma unroll
@@ -224,24 +223,24 @@ __device__ void finish_narrow(const EpilogueArgs& e, const TileOutput& output, c
 }
 
 // finish_narrow with every activation that `Out` can take without double precision.
-template <class Out, int kPitch, class Share, class Vectors>
+template <class Out, int kPitch, class Share, class Vectors, class Sum>
 __device__ void finish_narrow(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors,
-                              const Share& share, const int32_t* accs) {
+                              const Share& share, const Sum* accs) {
   finish_narrow<Out, kPitch>(e, output, vectors, share, accs,
                              [&](auto& t) { activate_by<Out, false>(e.activation, t); });
 }
 
-template <class Out, Activation kActivation, int kPitch, class Share, class Vectors>
+template <class Out, Activation kActivation, int kPitch, class Share, class Vectors, class Sum>
 __device__ void finish_wide(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
-                            const int32_t* accs) {
+                            const Sum* accs) {
   finish_wide<Out, kPitch>(e, output, vectors, share, accs, [](auto& t) {
     if constexpr (kActivation != Activation::kNone) activate_all<kActivation, Out>(t);
   });
 }
 
-template <class Out, int kPitch, class Share, class Vectors>
+template <class Out, int kPitch, class Share, class Vectors, class Sum>
 __device__ void finish_as(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
-                          const int32_t* accs) {
+                          const Sum* accs) {
   if (!output.wide) return finish_narrow<Out, kPitch>(e, output, vectors, share, accs);
   // Of fp32 outputs the exact activations alone: select() sends the others elsewhere, where they are evaluated in
   // double.
@@ -263,10 +262,13 @@ __device__ void finish_as(const EpilogueArgs& e, const TileOutput& output, const
 }
 
 // The formula over a thread's share of the tile, 8 channels at a time.
-template <int kPitch, class Share, class Vectors>
+template <int kPitch, class Share, class Vectors, class Sum>
 __device__ void finish_tile(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
-                            const int32_t* accs) {
+                            const Sum* accs) {
   static_assert(Share::kPiece == 8);
+  if constexpr (std::is_same_v<Sum, float>) {  // float8 operands: an output in float8 too, none that is raw
+    if (output.type == DType::kE4M3) return finish_as<__nv_fp8_e4m3, kPitch>(e, output, vectors, share, accs);
+  }
   switch (output.type) {
     case DType::kFloat16:
       return finish_as<__half, kPitch>(e, output, vectors, share, accs);
@@ -277,14 +279,14 @@ __device__ void finish_tile(const EpilogueArgs& e, const TileOutput& output, con
     case DType::kInt8:
       return finish_as<int8_t, kPitch>(e, output, vectors, share, accs);
     default:
-      return finish_as<int32_t, kPitch>(e, output, vectors, share, accs);
+      if constexpr (std::is_same_v<Sum, int32_t>) finish_as<int32_t, kPitch>(e, output, vectors, share, accs);
   }
 }
 
 // For tiles of a few outputs: short pieces keep the registers few that bound how many loads an SM has in flight.
-template <int kPitch, class Share, class Vectors>
+template <int kPitch, class Share, class Vectors, class Sum>
 __device__ void finish_few(const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors, const Share& share,
-                           const int32_t* accs) {
+                           const Sum* accs) {
   switch (output.type) {
     case DType::kFloat16:
       return finish_narrow<__half, kPitch>(e, output, vectors, share, accs);

@@ -14,7 +14,10 @@ namespace octofuse {
 namespace {
 
 using Form = wgmma::Form;
-constexpr Form kTokens = Form::kTokens, kSwapped = Form::kSwapped, kPingpong = Form::kPingpong;
+constexpr Form kTokens = Form::kTokens, kSwapped = Form::kSwapped, kPingpong = Form::kPingpong,
+               kCooperative = Form::kCooperative;
+constexpr Arithmetic kInt8 = Arithmetic::kInt8, kFloat8 = Arithmetic::kFloat8, kFast = Arithmetic::kFloat8Fast,
+                     kE5M2 = Arithmetic::kE5M2;
 
 // How each wgmma tile is offered: Candidate's split, blocks_per_sm and cluster.
 struct Variant {
@@ -22,28 +25,125 @@ struct Variant {
   Form form;
   int split, blocks_per_sm;
   int cluster = 1;
+  Arithmetic arithmetic = kInt8;
 };
 
 constexpr Variant kVariants[] = {
-    {64, 64, kTokens, 1, 1},        {64, 64, kTokens, 2, 1},       {64, 64, kTokens, 3, 1},
-    {64, 96, kTokens, 1, 1},        {64, 128, kTokens, 1, 1},      {128, 64, kTokens, 1, 1},
-    {128, 96, kTokens, 1, 1},       {128, 128, kTokens, 1, 1},     {128, 144, kTokens, 1, 1},
-    {128, 192, kTokens, 1, 1},      {128, 240, kTokens, 1, 1},     {128, 256, kTokens, 1, 1},
-    {64, 16, kSwapped, 1, 3},       {64, 16, kSwapped, 2, 3},      {64, 32, kSwapped, 1, 1},
-    {64, 32, kSwapped, 1, 3},       {64, 32, kSwapped, 2, 1},      {64, 32, kSwapped, 3, 1},
-    {64, 64, kSwapped, 1, 1},       {64, 64, kSwapped, 1, 2},      {64, 64, kSwapped, 2, 1},
-    {64, 64, kSwapped, 4, 1},       {64, 80, kSwapped, 1, 1},      {64, 96, kSwapped, 1, 1},
-    {64, 112, kSwapped, 1, 1},      {64, 128, kSwapped, 1, 1},     {64, 80, kSwapped, 1, 2},
-    {128, 80, kSwapped, 1, 1},      {128, 112, kSwapped, 1, 1},    {128, 96, kSwapped, 1, 1},
-    {128, 128, kSwapped, 1, 1},     {128, 192, kSwapped, 1, 1},    {128, 128, kPingpong, 1, 1, 1},
-    {128, 128, kPingpong, 1, 1, 2}, {64, 128, kPingpong, 1, 1, 1},
+    {64, 64, kTokens, 1, 1},
+    {64, 64, kTokens, 2, 1},
+    {64, 64, kTokens, 3, 1},
+    {64, 96, kTokens, 1, 1},
+    {64, 128, kTokens, 1, 1},
+    {128, 64, kTokens, 1, 1},
+    {128, 96, kTokens, 1, 1},
+    {128, 128, kTokens, 1, 1},
+    {128, 144, kTokens, 1, 1},
+    {128, 192, kTokens, 1, 1},
+    {128, 240, kTokens, 1, 1},
+    {128, 256, kTokens, 1, 1},
+    {64, 16, kSwapped, 1, 3},
+    {64, 16, kSwapped, 2, 3},
+    {64, 32, kSwapped, 1, 1},
+    {64, 32, kSwapped, 1, 3},
+    {64, 32, kSwapped, 2, 1},
+    {64, 32, kSwapped, 3, 1},
+    {64, 64, kSwapped, 1, 1},
+    {64, 64, kSwapped, 1, 2},
+    {64, 64, kSwapped, 2, 1},
+    {64, 64, kSwapped, 4, 1},
+    {64, 80, kSwapped, 1, 1},
+    {64, 96, kSwapped, 1, 1},
+    {64, 112, kSwapped, 1, 1},
+    {64, 128, kSwapped, 1, 1},
+    {64, 80, kSwapped, 1, 2},
+    {128, 80, kSwapped, 1, 1},
+    {128, 112, kSwapped, 1, 1},
+    {128, 96, kSwapped, 1, 1},
+    {128, 128, kSwapped, 1, 1},
+    {128, 192, kSwapped, 1, 1},
+    {128, 128, kPingpong, 1, 1, 1},
+    {128, 128, kPingpong, 1, 1, 2},
+    {64, 128, kPingpong, 1, 1, 1},
+
+    {64, 16, kTokens, 1, 1, 1, kFloat8},
+    {64, 16, kTokens, 1, 2, 1, kFloat8},
+    {64, 16, kTokens, 1, 3, 1, kFloat8},
+    {64, 32, kTokens, 1, 1, 1, kFloat8},
+    {64, 32, kTokens, 1, 2, 1, kFloat8},
+    {64, 32, kTokens, 1, 3, 1, kFloat8},
+    {64, 64, kTokens, 1, 1, 1, kFloat8},
+    {64, 64, kTokens, 1, 2, 1, kFloat8},
+    {64, 128, kTokens, 1, 1, 1, kFloat8},
+    {128, 64, kTokens, 1, 1, 1, kFloat8},
+    {128, 128, kTokens, 1, 1, 1, kFloat8},
+    {64, 16, kSwapped, 1, 1, 1, kFloat8},
+    {64, 16, kSwapped, 1, 2, 1, kFloat8},
+    {64, 16, kSwapped, 1, 3, 1, kFloat8},
+    {64, 16, kSwapped, 1, 4, 1, kFloat8},
+    {64, 32, kSwapped, 1, 1, 1, kFloat8},
+    {64, 32, kSwapped, 1, 2, 1, kFloat8},
+    {64, 32, kSwapped, 1, 3, 1, kFloat8},
+    {64, 32, kSwapped, 1, 4, 1, kFloat8},
+    {64, 64, kSwapped, 1, 1, 1, kFloat8},
+    {64, 64, kSwapped, 1, 2, 1, kFloat8},
+    {64, 64, kSwapped, 1, 3, 1, kFloat8},
+    {128, 16, kSwapped, 1, 1, 1, kFloat8},
+    {128, 16, kSwapped, 1, 2, 1, kFloat8},
+    {128, 32, kSwapped, 1, 1, 1, kFloat8},
+    {128, 32, kSwapped, 1, 2, 1, kFloat8},
+    {128, 64, kSwapped, 1, 1, 1, kFloat8},
+    {128, 64, kSwapped, 1, 2, 1, kFloat8},
+    {128, 128, kCooperative, 1, 1, 1, kFloat8},
+    {128, 128, kCooperative, 1, 1, 2, kFloat8},
+    {64, 16, kTokens, 1, 1, 1, kFast},
+    {64, 16, kTokens, 1, 2, 1, kFast},
+    {64, 16, kTokens, 1, 3, 1, kFast},
+    {64, 32, kTokens, 1, 1, 1, kFast},
+    {64, 32, kTokens, 1, 2, 1, kFast},
+    {64, 32, kTokens, 1, 3, 1, kFast},
+    {64, 64, kTokens, 1, 1, 1, kFast},
+    {64, 64, kTokens, 1, 2, 1, kFast},
+    {64, 128, kTokens, 1, 1, 1, kFast},
+    {128, 64, kTokens, 1, 1, 1, kFast},
+    {128, 96, kTokens, 1, 1, 1, kFast},
+    {128, 128, kTokens, 1, 1, 1, kFast},
+    {128, 192, kTokens, 1, 1, 1, kFast},
+    {128, 256, kTokens, 1, 1, 1, kFast},
+    {64, 16, kSwapped, 1, 1, 1, kFast},
+    {64, 16, kSwapped, 1, 2, 1, kFast},
+    {64, 16, kSwapped, 1, 3, 1, kFast},
+    {64, 16, kSwapped, 1, 4, 1, kFast},
+    {64, 32, kSwapped, 1, 1, 1, kFast},
+    {64, 32, kSwapped, 1, 2, 1, kFast},
+    {64, 32, kSwapped, 1, 3, 1, kFast},
+    {64, 32, kSwapped, 1, 4, 1, kFast},
+    {64, 64, kSwapped, 1, 1, 1, kFast},
+    {64, 64, kSwapped, 1, 2, 1, kFast},
+    {64, 64, kSwapped, 1, 3, 1, kFast},
+    {64, 96, kSwapped, 1, 1, 1, kFast},
+    {64, 128, kSwapped, 1, 1, 1, kFast},
+    {128, 16, kSwapped, 1, 1, 1, kFast},
+    {128, 16, kSwapped, 1, 2, 1, kFast},
+    {128, 32, kSwapped, 1, 1, 1, kFast},
+    {128, 32, kSwapped, 1, 2, 1, kFast},
+    {128, 64, kSwapped, 1, 1, 1, kFast},
+    {128, 64, kSwapped, 1, 2, 1, kFast},
+    {128, 128, kPingpong, 1, 1, 1, kFast},
+    {128, 128, kPingpong, 1, 1, 2, kFast},
+    {64, 128, kPingpong, 1, 1, 1, kFast},
+    {64, 32, kTokens, 1, 1, 1, kE5M2},
+    {64, 64, kTokens, 1, 1, 1, kE5M2},
+    {128, 128, kTokens, 1, 1, 1, kE5M2},
+    {64, 16, kSwapped, 1, 3, 1, kE5M2},
+    {64, 64, kSwapped, 1, 1, 1, kE5M2},
 };
 
 // The variant's index in wgmma::kTiles, or -1.
 constexpr int index_of(const Variant& variant) {
   int index = 0;
   for (const wgmma::TileShape& t : wgmma::kTiles) {
-    if (t.rows == variant.rows && t.cols == variant.cols && t.form == variant.form) return index;
+    const bool same = t.rows == variant.rows && t.cols == variant.cols && t.form == variant.form;
+    if (same && t.arithmetic == variant.arithmetic) return index;
     ++index;
   }
   return -1;
@@ -57,13 +157,28 @@ constexpr bool every_variant_has_a_tile() {
 }
 static_assert(every_variant_has_a_tile(), "kVariants names a tile that wgmma/tiles.h does not list");
 
+std::string engine_of(Arithmetic arithmetic) {
+  switch (arithmetic) {
+    case Arithmetic::kInt8:
+      return "wgmma/";
+    case Arithmetic::kFloat8:
+      return "wgmma_float8/";
+    case Arithmetic::kFloat8Fast:
+      return "wgmma_float8_fast/";
+    default:
+      return "wgmma_e5m2/";
+  }
+}
+
 // "wgmma/64x16_swapped": tokens x channels; "_split2": blocks that share a tile's K; "_2x1": blocks that share weights;
 // "_x3": blocks of an SM.
 std::string name_of(const Variant& v) {
   const bool swap = v.form == kSwapped;
-  std::string name = "wgmma/" + std::to_string(swap ? v.cols : v.rows) + "x" + std::to_string(swap ? v.rows : v.cols);
+  std::string name =
+      engine_of(v.arithmetic) + std::to_string(swap ? v.cols : v.rows) + "x" + std::to_string(swap ? v.rows : v.cols);
   if (swap) name += "_swapped";
   if (v.form == kPingpong) return name + (v.cluster > 1 ? "_pingpong_2x1" : "_pingpong");
+  if (v.form == kCooperative) return name + (v.cluster > 1 ? "_cooperative_2x1" : "_cooperative");
   if (v.split > 1) name += "_split" + std::to_string(v.split);
   if (v.blocks_per_sm > 1) name += "_x" + std::to_string(v.blocks_per_sm);
   return name;
@@ -87,7 +202,7 @@ std::vector<Candidate> make_candidates() {
   for (const Variant& v : kVariants) {
     const bool swap = v.form == kSwapped;
     all.push_back({Engine::kWgmma, name_of(v), index_of(v), swap ? v.cols : v.rows, swap ? v.rows : v.cols, v.split,
-                   v.blocks_per_sm, v.cluster});
+                   v.blocks_per_sm, v.cluster, v.arithmetic});
   }
   all.push_back({Engine::kCutlassSm90, "cutlass_sm90/128x128x128_pingpong_2x1", 0, 128, 128, 1, 1});
   tile = 0;
@@ -146,7 +261,8 @@ bool is_swept(const Candidate& c, int64_t m) {
   if (c.engine == Engine::kWgmma && wgmma::kTiles[c.tile].form == kSwapped) {
     return m <= 512 && m <= 8 * c.tile_m && c.tile_m < 2 * m + 16;
   }
-  return m >= 48;
+  const bool narrow = c.engine == Engine::kWgmma && c.tile_n < 64;  // of many blocks: for few tokens
+  return narrow ? m <= c.tile_m : m >= 48;
 }
 
 // Bytes of K that a skinny block takes in one step.
@@ -205,7 +321,7 @@ const Candidate* measured_best(const GemmProblem& problem, const Capability& cap
   const Measured& measured = measured_near(bandwidth_of(capability));
   const double rate = bandwidth_of(capability) / measured.bandwidth;
   if (capability.sm_count != measured.sm_count || rate < 0.9 || rate > 1.1) return nullptr;
-  return measured.best(problem.m, problem.n, problem.k);
+  return measured.best(problem);
 }
 
 }  // namespace octofuse

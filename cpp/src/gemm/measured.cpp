@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <string>
 #include <string_view>
 
 namespace octofuse {
@@ -16,8 +17,7 @@ struct NamedModel {
 // As benchmarks/fit_select.py writes it.
 struct Table {
   std::vector<NamedModel> models;
-  std::vector<int64_t> rows;
-  std::vector<Measured::Shape> shapes;
+  std::vector<Measured::Part> parts;
 };
 
 Table table_h200() {
@@ -39,26 +39,44 @@ const Candidate* find(std::string_view name) {
   return nullptr;
 }
 
+// The name of the same tile for int8.
+std::string int8_name(const Candidate& candidate) {
+  std::string name = "wgmma" + candidate.name.substr(candidate.name.find('/'));
+  const size_t at = name.find("cooperative");
+  return at == std::string::npos ? name : name.replace(at, 11, "pingpong");
+}
+
 Measured from_table(int sm_count, double bandwidth, Table table) {
-  Measured measured{sm_count, bandwidth, {}, {}, std::move(table.rows), std::move(table.shapes)};
+  Measured measured{sm_count, bandwidth, {}, {}, std::move(table.parts)};
   measured.models.resize(candidates().size(), TimeModel{100, 100, 10, 1, 0});
   for (const auto& [name, model] : table.models) {
     const Candidate* candidate = find(name);
     measured.timed.push_back(candidate);
     if (candidate != nullptr) measured.models[static_cast<size_t>(candidate - candidates().data())] = model;
   }
+  // Tiles of float8 that were not timed themselves take as long as those of int8: they read the same bytes.
+  for (const Candidate& candidate : candidates()) {
+    const bool timed = std::find(measured.timed.begin(), measured.timed.end(), &candidate) != measured.timed.end();
+    const Candidate* like = candidate.arithmetic == Arithmetic::kInt8 || timed ? nullptr : find(int8_name(candidate));
+    if (like == nullptr) continue;
+    measured.models[static_cast<size_t>(&candidate - candidates().data())] =
+        measured.models[static_cast<size_t>(like - candidates().data())];
+  }
   return measured;
 }
 
 }  // namespace
 
-const Candidate* Measured::best(int64_t m, int64_t n, int64_t k) const {
-  const auto row = std::lower_bound(rows.begin(), rows.end(), m);
-  if (row == rows.end()) return nullptr;
-  for (const Shape& shape : shapes) {
-    if (shape.n != n || shape.k != k) continue;
-    const int index = shape.best[static_cast<size_t>(row - rows.begin())];
-    return index < 0 ? nullptr : timed[static_cast<size_t>(index)];
+const Candidate* Measured::best(const GemmProblem& problem) const {
+  for (const Part& part : parts) {
+    if (part.arithmetic != problem.arithmetic) continue;
+    const auto row = std::lower_bound(part.rows.begin(), part.rows.end(), problem.m);
+    if (row == part.rows.end()) return nullptr;
+    for (const Shape& shape : part.shapes) {
+      if (shape.n != problem.n || shape.k != problem.k) continue;
+      const int index = shape.best[static_cast<size_t>(row - part.rows.begin())];
+      return index < 0 ? nullptr : timed[static_cast<size_t>(index)];
+    }
   }
   return nullptr;
 }

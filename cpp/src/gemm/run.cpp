@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kAlignment = 16;  // bytes: TMA, cp.async and cuBLASLt's fast paths
 
-// Zeros behind each row add nothing to an integer product, so a padded copy gives the same bits.
+// Zeros behind each row add nothing to a sum, so a padded copy gives the same bits. Float8 is copied as bytes.
 void align_operand(const int8_t*& data, int64_t& ld, int64_t rows, int64_t k, int device, Stream stream,
                    const Allocator& allocate) {
   const bool aligned =
@@ -40,25 +40,44 @@ GemmArgs with_aligned_operands(GemmArgs args, int device, Stream stream, const A
   return args;
 }
 
-void run_cublaslt(const GemmArgs& args, int device, Stream stream, const Allocator& allocate) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (is_raw(args)) return cublaslt::matmul(args, device, cuda_stream, allocate);
-  GemmArgs raw = args;
-  raw.out_type = DType::kInt32;
-  raw.ldo = args.n;
-  raw.out = allocate(static_cast<size_t>(args.m * args.n) * sizeof(int32_t));
-  cublaslt::matmul(raw, device, cuda_stream, allocate);
+// From sums [M, N], row stride ld, to the output.
+DequantizeArgs second_pass(const GemmArgs& args, const void* sums, int64_t ld, DType type) {
   DequantizeArgs second;
   second.rows = args.m;
   second.cols = args.n;
-  second.q = raw.out;
-  second.ldq = raw.ldo;
-  second.q_type = DType::kInt32;
+  second.q = sums;
+  second.ldq = ld;
+  second.q_type = type;
   second.out = args.out;
   second.ldo = args.ldo;
   second.out_type = args.out_type;
   second.epilogue = args.epilogue;
-  apply_epilogue(second, device, stream);
+  return second;
+}
+
+void run_cublaslt(const GemmArgs& args, int device, Stream stream, const Allocator& allocate) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (is_raw(args)) return cublaslt::matmul(args, device, cuda_stream, allocate);
+  GemmArgs raw = args;
+  raw.out_type = is_float8(args.x_type) ? DType::kFloat32 : DType::kInt32;
+  raw.ldo = args.n;
+  raw.out = allocate(static_cast<size_t>(args.m * args.n) * sizeof(int32_t));
+  cublaslt::matmul(raw, device, cuda_stream, allocate);
+  apply_epilogue(second_pass(args, raw.out, raw.ldo, raw.out_type), device, stream);
+}
+
+// Activations of fp32 outputs, evaluated in double, would serialise wgmma: of float8, which has no other kernel, the
+// sums go to the output and take a second pass there.
+void run_wgmma(const Candidate& candidate, const GemmArgs& args, int device, cudaStream_t stream) {
+  const Activation activation = args.epilogue.activation;
+  const bool exact = activation == Activation::kNone || activation == Activation::kRelu;
+  if (args.x_type == DType::kInt8 || args.out_type != DType::kFloat32 || exact) {
+    return wgmma::run(candidate, args, device, stream);
+  }
+  GemmArgs sums = args;
+  sums.epilogue = EpilogueArgs();
+  wgmma::run(candidate, sums, device, stream);
+  apply_epilogue(second_pass(args, args.out, args.ldo, DType::kFloat32), device, stream);
 }
 
 }  // namespace
@@ -73,7 +92,7 @@ void run_gemm(const Candidate& candidate, const GemmArgs& args, int device, Stre
     case Engine::kSkinny:
       return skinny::run(candidate.tile, aligned, device, cuda_stream);
     case Engine::kWgmma:
-      return wgmma::run(candidate, aligned, device, cuda_stream);
+      return run_wgmma(candidate, aligned, device, cuda_stream);
     case Engine::kCutlassSm90:
       return sm90::run(aligned, device, cuda_stream);
     case Engine::kCutlassSm80:

@@ -36,6 +36,11 @@ const char* why_not_sm80(const Capability& capability) {
 const char* why_not_cublaslt(const GemmProblem& problem, const Capability& capability) {
   if (!capability.cublaslt) return capability.cublaslt_why.c_str();
   if (capability.compute_capability < 75) return "int8 tensor cores need compute capability 7.5";
+  if (problem.block_scales) return "it takes no scales of blocks";
+  if (problem.arithmetic != Arithmetic::kInt8) {
+    if (capability.compute_capability < 89) return "float8 tensor cores need compute capability 8.9";
+    if (problem.n % 16 != 0) return "of float8, N must be a multiple of 16";
+  }
   if (problem.n % 4 != 0) return "N must be a multiple of 4";
   if (problem.raw) {
     // What it cannot fuse goes through a contiguous int32 buffer, so only raw outputs carry the caller's stride.
@@ -62,12 +67,29 @@ const char* why_not_skinny(const Candidate& candidate, const GemmProblem& proble
 const char* why_not_wgmma(const GemmProblem& problem, const Capability& capability) {
   if (capability.compute_capability != 90) return "needs compute capability 9.0 (wgmma)";
   if (!capability.kernels_sm90a) return "this build holds no sm_90a kernels";
-  if (problem.double_activation) return "fp32 output evaluates gelu and silu in double, which would serialise wgmma";
+  if (problem.double_activation && problem.arithmetic == Arithmetic::kInt8) {
+    return "fp32 output evaluates gelu and silu in double, which would serialise wgmma";
+  }
   if (problem.m > 4000000 || problem.n > 4000000) return "its grid covers at most 4 million rows of each operand";
   return nullptr;
 }
 
+const char* why_not_arithmetic(const Candidate& candidate, Arithmetic asked) {
+  if (candidate.arithmetic == asked || candidate.engine == Engine::kCublasLt) return nullptr;
+  switch (candidate.arithmetic) {
+    case Arithmetic::kInt8:
+      return "it multiplies int8";
+    case Arithmetic::kFloat8:
+      return "it multiplies e4m3 and adds every 128 columns in fp32";
+    case Arithmetic::kFloat8Fast:
+      return "it multiplies e4m3, with fast_accumulate";
+    default:
+      return "it multiplies e5m2 with e4m3";
+  }
+}
+
 const char* why_not(const Candidate& candidate, const GemmProblem& problem, const Capability& capability) {
+  if (const char* reason = why_not_arithmetic(candidate, problem.arithmetic)) return reason;
   switch (candidate.engine) {
     case Engine::kSkinny:
       return why_not_skinny(candidate, problem, capability);
@@ -86,8 +108,15 @@ const char* why_not(const Candidate& candidate, const GemmProblem& problem, cons
 
 bool matches(const Candidate& candidate, std::string_view wish) {
   const std::string_view name = candidate.name;
+  if (wish == "wgmma") return candidate.engine == Engine::kWgmma;
   return wish == "auto" || name == wish || name.substr(0, name.find('/')) == wish ||
          (wish == "cutlass" && name.substr(0, 8) == "cutlass_");
+}
+
+// wgmma tiles for other types go without saying, where they are not asked for.
+bool is_worth_a_word(const Candidate& candidate, const GemmProblem& problem, std::string_view engine) {
+  return candidate.engine != Engine::kWgmma || candidate.arithmetic == problem.arithmetic || engine == candidate.name ||
+         engine == candidate.name.substr(0, candidate.name.find('/'));
 }
 
 // The cheapest candidate that the wish names and that can serve; nullptr if there is none.
@@ -108,7 +137,7 @@ const Candidate* cheapest(const GemmProblem& problem, const Capability& capabili
 // What was measured on this device: exactly this N, K and output, and the nearest M that is not below the problem's.
 const Candidate* tuned(const GemmProblem& problem, const Capability& capability) {
   const TunedShape* best = nullptr;
-  if (capability.tuned == nullptr) return nullptr;
+  if (capability.tuned == nullptr || problem.arithmetic != Arithmetic::kInt8) return nullptr;
   for (const TunedShape& shape : capability.tuned->shapes) {
     if (shape.n != problem.n || shape.k != problem.k || shape.out != problem.out) continue;
     if (shape.m < problem.m || shape.m >= 2 * problem.m) continue;
@@ -121,6 +150,7 @@ const Candidate* tuned(const GemmProblem& problem, const Capability& capability)
 // library on geometric mean over 99 shapes of 14 weights, from 32 tokens on, on an H200.
 const Candidate* requantised_by_cublaslt(const GemmProblem& problem, const Capability& capability) {
   constexpr int64_t kTokens = 32;
+  if (problem.arithmetic != Arithmetic::kInt8) return nullptr;
   if (!problem.raw || problem.out != DType::kInt8 || problem.m < kTokens || capability.compute_capability != 90) {
     return nullptr;
   }
@@ -135,7 +165,7 @@ const Candidate* measured(const GemmProblem& problem, const Capability& capabili
 
 // What select() reads of a problem and of a capability.
 auto fields(const GemmProblem& p) {
-  return std::tie(p.m, p.n, p.k, p.out, p.raw, p.ldo, p.out_aligned, p.double_activation);
+  return std::tie(p.m, p.n, p.k, p.out, p.raw, p.ldo, p.out_aligned, p.double_activation, p.arithmetic, p.block_scales);
 }
 
 auto fields(const Capability& c) {
@@ -152,7 +182,8 @@ struct Remembered {
 
 Remembered& slot_for(const GemmProblem& p) {
   thread_local std::array<Remembered, 64> slots;
-  const auto mixed = static_cast<uint64_t>(p.m * 31 + p.n * 7 + p.k * 3 + static_cast<int>(p.out));
+  const auto mixed = static_cast<uint64_t>(p.m * 31 + p.n * 7 + p.k * 3 + static_cast<int>(p.out) +
+                                           16 * static_cast<int>(p.arithmetic));
   return slots[mixed % slots.size()];
 }
 
@@ -172,7 +203,7 @@ void remember(const GemmProblem& problem, const Capability& capability, const Ca
   std::string reasons;
   for (const Candidate& candidate : candidates()) {
     names += ", '" + candidate.name + "'";
-    if (matches(candidate, engine)) {
+    if (matches(candidate, engine) && is_worth_a_word(candidate, problem, engine)) {
       reasons += "; " + candidate.name + ": " + why_not(candidate, problem, capability);
     }
   }
@@ -209,6 +240,7 @@ Decision explain(const GemmProblem& problem, const Capability& capability, std::
                                     : "asked for by name";
   for (const Candidate& candidate : candidates()) {
     if (&candidate == decision.chosen || !matches(candidate, engine)) continue;
+    if (!is_worth_a_word(candidate, problem, engine)) continue;
     const char* reason = why_not(candidate, problem, capability);
     const double time = estimated_time(candidate, problem, capability);
     const std::string estimate = time < 1e6

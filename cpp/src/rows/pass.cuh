@@ -145,6 +145,25 @@ __device__ inline int64_t col32_offset(const RowPassArgs& args, int pack) {
   return pack / 4 * args.q_group + pack % 4 * kPack;
 }
 
+// Every 128 columns by a scale of their own: 16 packs of neighbouring lanes, which all come here together.
+template <class T, bool kWide, class Each>
+__device__ void write_blocks(const RowPassArgs& args, int64_t row, Each each) {
+  constexpr int kPacksOfBlock = static_cast<int>(kScaleBlock) / kPack;
+  const int cols = static_cast<int>(args.cols);
+  const int count = (cols + kPack - 1) / kPack;
+  each([&](const Pack<T>& pack, int index) {
+    const int block = index / kPacksOfBlock;
+    const int lanes = min(kPacksOfBlock, count - block * kPacksOfBlock);
+    const uint32_t mask = ((1U << lanes) - 1) << (threadIdx.x % 32 / kPacksOfBlock * kPacksOfBlock);
+    Largest<T> largest;
+    largest.take(pack);
+    const float amax = __uint_as_float(__reduce_max_sync(mask, __float_as_uint(largest.value())));
+    const float scale = scale_of(amax, args.q_type);
+    if (index % kPacksOfBlock == 0) args.scales[block * args.rows + row] = scale;
+    store<kWide>(args.q + row * args.cols, index, cols, quantised(widen(pack), args.q_type, reciprocal(scale)));
+  });
+}
+
 // each(f) hands every finished pack of this thread to f; `given` is 1 / args.scale where rows have no scale of their
 // own.
 template <class T, int kThreads, bool kWide, class Given, class Each>
@@ -155,10 +174,11 @@ __device__ void write(const RowPassArgs& args, Given given, int64_t row, int thr
     return each([&](const Pack<T>& pack, int index) { store<kWide>(y, index, cols, pack); });
   }
   float r;
+  if (args.block_scales) return write_blocks<T, kWide>(args, row, each);
   if (args.scales != nullptr) {
     Largest<T> largest;
     each([&](const Pack<T>& pack, int) { largest.take(pack); });
-    const float scale = scale_of(row_max<kThreads>(largest.value(), thread, of_warp));
+    const float scale = scale_of(row_max<kThreads>(largest.value(), thread, of_warp), args.q_type);
     if (thread == 0) args.scales[row] = scale;
     r = reciprocal(scale);
   } else {
@@ -167,8 +187,7 @@ __device__ void write(const RowPassArgs& args, Given given, int64_t row, int thr
   const bool col32 = args.q_group != 0;
   int8_t* q = args.q + row * (col32 ? 32 : args.cols);
   each([&](const Pack<T>& pack, int index) {
-    Pack<int8_t> out;
-    round_to(widen(pack).values, -127, r, out.values);
+    const Pack<int8_t> out = quantised(widen(pack), args.q_type, r);
     if (col32) return store<true>(q + col32_offset(args, index), 0, kPack, out);  // behind the row's end: zeros
     store<kWide>(q, index, cols, out);
   });

@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) few_activated_kernel(const __grid_co
     largest.take(packs[i]);
   }
   if (args.scales != nullptr) {
-    const float scale = scale_of(cluster_max(row_max<kThreads>(largest.value(), thread, of_warp), block));
+    const float scale = scale_of(cluster_max(row_max<kThreads>(largest.value(), thread, of_warp), block), args.q_type);
     if (first == 0) args.scales[row] = scale;
     inverse = reciprocal(scale);
   } else {
@@ -147,9 +147,7 @@ __global__ void __launch_bounds__(kThreads) few_activated_kernel(const __grid_co
     if (args.y != nullptr) {
       store<true>(static_cast<T*>(args.y) + row * args.cols, index, cols, packs[i]);
     } else {
-      Pack<int8_t> out;
-      round_to(widen(packs[i]).values, -127, inverse, out.values);
-      store<true>(args.q + row * args.cols, index, cols, out);
+      store<true>(args.q + row * args.cols, index, cols, quantised(widen(packs[i]), args.q_type, inverse));
     }
   }
 }
@@ -183,6 +181,7 @@ bool run_few(const RowPassArgs& args, cudaStream_t stream) {
   const int packs = norm ? kPacksOf<RowOp::kNorm> : kPacksOf<RowOp::kCopy>;
   const int shared = affine_bytes(args) + 2 * static_cast<int>(args.cols);
   if (args.rows > kMostRows || args.type == DType::kFloat32 || (args.order != nullptr && !norm)) return false;
+  if (args.block_scales) return false;
   if (args.activation != Activation::kNone) return run_few_activated(args, stream);
   if (args.cols > packs * kThreads * kPack || shared > kMostShared) return false;
   RowPassArgs kernel_args = args;

@@ -195,7 +195,30 @@ __device__ inline float row_max(float value, int thread, uint32_t* of_warp) {
   return __uint_as_float(bits);
 }
 
+// The largest number of a type that rows are quantised to.
+__device__ inline float largest_of(DType type) {
+  return type == DType::kInt8 ? 127.0F : type == DType::kE4M3 ? 448.0F : 57344.0F;
+}
+
 // A zero row gets scale 1, so that nobody divides by zero later.
-__device__ inline float scale_of(float amax) { return amax == 0.0F ? 1.0F : __fdiv_rn(amax, 127.0F); }
+__device__ inline float scale_of(float amax, DType type) {
+  return amax == 0.0F ? 1.0F : __fdiv_rn(amax, largest_of(type));
+}
+
+// The bytes of a pack of t * r in this type.
+__device__ inline Pack<int8_t> quantised(const Pack<float>& t, DType type, float r) {
+  Pack<int8_t> out;
+  if (type == DType::kInt8) {
+    round_to(t.values, -127, r, out.values);
+    return out;
+  }
+  const auto interpretation = type == DType::kE4M3 ? __NV_E4M3 : __NV_E5M2;
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) {
+    out.values[j] =
+        static_cast<int8_t>(__nv_cvt_float_to_fp8(__fmul_rn(t.values[j], r), __NV_SATFINITE, interpretation));
+  }
+  return out;
+}
 
 }  // namespace octofuse::rows

@@ -66,6 +66,8 @@ class Token {
     row.y = nullptr;  // what follows is known here, so that the code for it falls away
     row.q = values_;
     row.q_group = 0;
+    row.q_type = DType::kInt8;
+    row.block_scales = false;
     row.scales = per_token_ ? &token_scale() : nullptr;
     const auto given = [this] { return inverse_; };
     pass_row<T, RowOp::kCopy, kThreads, kCopyPacks>(row, given, 0, thread, meeting);
@@ -109,7 +111,7 @@ class Token {
     if (per_token_) {
       Largest<T> largest;
       largest.take(pack);
-      const float scale = scale_of(row_max<kThreads>(largest.value(), thread, of_warp));
+      const float scale = scale_of(row_max<kThreads>(largest.value(), thread, of_warp), DType::kInt8);
       if (thread == 0) token_scale() = scale;
       inverse = reciprocal(scale);
     }

@@ -1,8 +1,8 @@
-"""compressed-tensors, integers: int8 weights with int8 activations (W8A8), and weights of 2 to 8 bits.
+"""compressed-tensors: 8-bit weights with 8-bit activations (int8 and FP8), and weights of 2 to 8 bits.
 
 Its groups name the linears that they are for, by class or by a regular expression behind "re:", less those of `ignore`.
-"int-quantized" and "naive-quantized" store int8 weights; "pack-quantized" packs codes, offset by 2^(bits - 1), into words
-along K. Scales are in the model's dtype.
+"int-quantized", "float-quantized" and "naive-quantized" store 8-bit weights; "pack-quantized" packs codes, offset by
+2^(bits - 1), into words along K. Scales are in the model's dtype.
 """
 
 from __future__ import annotations
@@ -18,33 +18,38 @@ from torch import Tensor, nn
 from octofuse.files.formats import FLOATS, Format, Stored, Want, checked_scales, is_one_of, order_of, weight_only_layer
 from octofuse.files.patterns import compiled
 from octofuse.files.words import unpack_words, words_of
-from octofuse.nn import Int8Linear
+from octofuse.nn.linear import eight_bit_class
 from octofuse.quant import Scheme
+from octofuse.quant.affine import BLOCK
 
 PACKED = "pack-quantized"
 UNPACKED = ("int-quantized", "naive-quantized")
+FLOAT8 = ("float-quantized", "naive-quantized")
 
 
 @dataclass(frozen=True)
-class _Int8(Stored):
-    """Activations quantised per token, or, static, by input_scale; one scale for each channel or for all."""
+class EightBits(Stored):
+    """Operands in 8 bits; of float8 the weight's scales may be called otherwise."""
 
-    static: bool
-    channels: bool
+    scheme: Scheme
+    scale: str = "weight_scale"
 
     def wants(self, n: int, k: int) -> dict[str, Want]:
-        scales = ((n, 1), (n,)) if self.channels else ((1,), ())
-        found = {"weight": Want((torch.int8,), ((n, k),)), "weight_scale": Want(FLOATS, scales)}
-        if self.static:
+        blocks = (-(-n // BLOCK), -(-k // BLOCK))
+        scales = {"channel": ((n, 1), (n,)), "tensor": ((1,), (), (1, 1)), "block": (blocks,)}[self.scheme.weights]
+        found = {"weight": Want((self.scheme.dtype,), ((n, k),)), self.scale: Want(FLOATS, scales)}
+        if self.scheme.is_static:
             found["input_scale"] = Want(FLOATS, ((1,), ()))
+        if self.scheme.values == "float8":  # of a cache in FP8: this library's caches measure their own
+            found |= {name: Want(FLOATS, ((1,), ()), optional=True) for name in ("k_scale", "v_scale")}
         return found
 
     def layer(self, tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> nn.Module:
-        scheme = Scheme("channel" if self.channels else "tensor", "tensor" if self.static else "token")
-        layer = Int8Linear(k, n, bias=False, scheme=scheme, dtype=dtype, device="meta")
+        layer = eight_bit_class(self.scheme)(k, n, bias=False, scheme=self.scheme, dtype=dtype, device="meta")
         layer.weight = tensors["weight"]
-        layer.weight_scale = checked_scales("weight_scale", tensors["weight_scale"]).float().reshape(-1)
-        if self.static:
+        scale = checked_scales(self.scale, tensors[self.scale]).float()
+        layer.weight_scale = scale if self.scheme.weights == "block" else scale.reshape(-1)
+        if self.scheme.is_static:
             scale = checked_scales("input_scale", tensors["input_scale"]).float().reshape(())
             if float(scale) == 0.0:
                 raise ValueError("input_scale: expected more than 0, got 0")
@@ -165,9 +170,12 @@ def _stored_of(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -
         raise ValueError(f"config_groups.{name}.weights: expected an object, got {weights!r}")
     if activations is not None and not isinstance(activations, Mapping):
         raise ValueError(f"config_groups.{name}.input_activations: expected an object or none, got {activations!r}")
-    expect("format", form, PACKED, *UNPACKED)
+    expect("format", form, PACKED, *UNPACKED, FLOAT8[0])
     expect("output_activations", group.get("output_activations"), None)
-    expect("weights.type", weights.get("type", "int"), "int")
+    expect("weights.type", weights.get("type", "int"), "int", "float")
+    if weights.get("type") == "float":
+        return _float8_of(expect, form, weights, activations)
+    expect("format", form, PACKED, *UNPACKED)
     bits = weights.get("num_bits", 8)
     expect("weights.num_bits", bits, *range(2, 9))
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
@@ -189,7 +197,30 @@ def _stored_of(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -
     _expect_int8_activations(expect, activations)
     static = not activations.get("dynamic", False)
     expect("input_activations.strategy", activations.get("strategy"), *(("tensor", None) if static else ("token",)))
-    return _Int8(static, strategy == "channel")
+    return EightBits(Scheme("channel" if strategy == "channel" else "tensor", "tensor" if static else "token"))
+
+
+def _float8_of(expect: Any, form: Any, weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -> Stored:
+    expect("format", form, *FLOAT8)
+    expect("weights.num_bits", weights.get("num_bits", 8), 8)
+    expect("weights.symmetric", weights.get("symmetric", True), True)
+    strategy = weights.get("strategy") or "tensor"
+    expect("weights.strategy", strategy, "channel", "tensor", "block")
+    if activations is None:
+        raise ValueError("input_activations: expected FP8, got none: weight-only FP8 is not served")
+    expect("input_activations.type", activations.get("type"), "float")
+    expect("input_activations.num_bits", activations.get("num_bits", 8), 8)
+    expect("input_activations.symmetric", activations.get("symmetric", True), True)
+    if strategy == "block":
+        shape = weights.get("block_structure")
+        expect("weights.block_structure", list(shape) if isinstance(shape, tuple) else shape, [BLOCK, BLOCK])
+        expect("input_activations.strategy", activations.get("strategy"), "group")
+        expect("input_activations.group_size", activations.get("group_size"), BLOCK)
+        expect("input_activations.dynamic", activations.get("dynamic"), True)
+        return EightBits(Scheme("block", "block", values="float8"))
+    static = not activations.get("dynamic", False)
+    expect("input_activations.strategy", activations.get("strategy"), *(("tensor", None) if static else ("token",)))
+    return EightBits(Scheme(strategy, "tensor" if static else "token", values="float8"))  # type: ignore[arg-type]
 
 
 def _expect_int8_activations(expect: Any, activations: Mapping[str, Any]) -> None:

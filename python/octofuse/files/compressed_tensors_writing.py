@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octofuse.files.compressed_tensors import PACKED, UNPACKED
+from octofuse.files.compressed_tensors import FLOAT8, PACKED, UNPACKED
 from octofuse.files.words import pack_words
-from octofuse.nn import Int8Linear
+from octofuse.nn import EightBitLinear
 from octofuse.quant import AnyScheme, Scheme
+from octofuse.quant.affine import BLOCK
 from octofuse.quant.packing import unpack
 
 _INT8: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -34,7 +35,7 @@ def check(name: str, layer: Any) -> None:
     if layer.is_conv1d:
         raise ValueError(f"{name}: expected nn.Linear, got Conv1D; format='octofuse' takes it")
     check_scheme(name, layer.scheme)
-    if isinstance(layer, Int8Linear):
+    if isinstance(layer, EightBitLinear):
         if layer.activation is not None:
             raise ValueError(f"{name}: expected a layer without an activation of its own, got {layer.activation!r}")
         return
@@ -49,7 +50,7 @@ def check(name: str, layer: Any) -> None:
 
 def tensors_of(layer: Any) -> dict[str, Tensor]:
     """Bias apart."""
-    if isinstance(layer, Int8Linear):
+    if isinstance(layer, EightBitLinear):
         scale = layer.weight_scale.view(-1, 1) if layer.scheme.weights == "channel" else layer.weight_scale
         found = {"weight": layer.weight.detach(), "weight_scale": scale}
         return found if layer.input_scale is None else found | {"input_scale": layer.input_scale.view(1)}
@@ -64,12 +65,18 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
 
 def _group_of(layer: Any) -> dict[str, Any]:
     """The settings of a layer, targets apart."""
-    if isinstance(layer, Int8Linear):
-        static = layer.input_scale is not None
-        strategy = "channel" if layer.scheme.weights == "channel" else "tensor"
-        activations = _INT8 | {"strategy": "tensor" if static else "token", "dynamic": not static}
-        return {"weights": _INT8 | {"strategy": strategy, "dynamic": False}, "input_activations": activations,
-                "output_activations": None, "format": UNPACKED[0]}  # fmt: skip
+    if isinstance(layer, EightBitLinear):
+        own: Scheme = layer.scheme
+        is_float8 = own.values == "float8"
+        kind = _INT8 | {"type": "float"} if is_float8 else _INT8
+        weights: dict[str, Any] = {"strategy": own.weights}
+        activations: dict[str, Any] = {"strategy": own.activations}
+        if own.weights == "block":
+            weights |= {"block_structure": [BLOCK, BLOCK]}
+            activations = {"strategy": "group", "group_size": BLOCK}
+        return {"weights": kind | weights | {"dynamic": False},
+                "input_activations": kind | activations | {"dynamic": not own.is_static},
+                "output_activations": None, "format": FLOAT8[0] if is_float8 else UNPACKED[0]}  # fmt: skip
     scheme = layer.scheme
     weights = {"num_bits": scheme.bits, "type": "int", "symmetric": not scheme.zero_points, "dynamic": False,
                "strategy": "channel" if scheme.group is None else "group", "group_size": scheme.group}  # fmt: skip

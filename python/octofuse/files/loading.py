@@ -19,6 +19,7 @@ from torch import nn
 from octofuse.files.awq import Awq
 from octofuse.files.compressed_tensors import CompressedTensors
 from octofuse.files.formats import FLOATS, Format, Stored, Want
+from octofuse.files.fp8 import Fp8, ModelOpt
 from octofuse.files.gptq import Gptq
 from octofuse.files.headers import Header, local_folder, method_of, read_headers, weight_files
 from octofuse.files.hooks import exchange_hooked
@@ -26,7 +27,9 @@ from octofuse.files.own import METHOD, Own
 from octofuse.nn import linear_layers, output_heads, replace_module
 from octofuse.nn.linear import is_conv1d
 
-FORMATS: dict[str, type[Format]] = {"compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq, METHOD: Own}
+FORMATS: dict[str, type[Format]] = {
+    "compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq, "fp8": Fp8, "modelopt": ModelOpt, METHOD: Own,
+}  # fmt: skip
 # Scales of a quantised cache: this library's caches measure their own, for every token and head. The other: computed.
 _LEFT_OUT = re.compile(r"\.(?:[kqv]_scale|[kv]_zero_point|rotary_emb\.inv_freq)$")
 _OF_QUANTISED = {"qweight", "qzeros", "weight_packed", "weight_zero_point"}  # tensors that no other layer has
@@ -200,8 +203,8 @@ def _check(name: str, stored: Stored, headers: Mapping[str, Header], linear: Lin
 
 
 def enable() -> None:
-    """Let transformers' `from_pretrained` give this library's layers for checkpoints of compressed-tensors, GPTQ and AWQ,
-    and for its own.
+    """Let transformers' `from_pretrained` give this library's layers for checkpoints of compressed-tensors, GPTQ, AWQ
+    and FP8, and for its own.
 
     Files that are not served here stay transformers' own business, with a warning that says why. OCTOFUSE_ENABLE=1 in the
     environment does the same when octofuse is imported. Raises ImportError without transformers.
@@ -225,9 +228,10 @@ def from_pretrained(
     mode.
 
     Args:
-        name: a folder or a hub name: a checkpoint of compressed-tensors (int8 weights with int8 activations, dynamic or
-            static; weights of 2 to 8 bits), GPTQ (2, 3, 4, 8 bits, activation order too) or AWQ (gemm); one that
-            `octofuse quantize` has written; or a floating-point model, which stays one.
+        name: a folder or a hub name: a checkpoint of compressed-tensors (int8 weights with int8 activations, or FP8 with
+            FP8, dynamic, static, or FP8 in blocks; weights of 2 to 8 bits), of transformers' FP8 (blocks of 128 x 128) or
+            ModelOpt's, GPTQ (2, 3, 4, 8 bits, activation order too) or AWQ (gemm); one that `octofuse quantize` has
+            written; or a floating-point model, which stays one.
         device: where its tensors go.
         dtype: of what is not quantised, and of the layers' scales; "auto": the checkpoint's.
         options: for transformers' `from_pretrained`.

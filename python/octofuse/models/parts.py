@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.models.architecture import Architecture, Heads
-from octofuse.nn import Int8Linear, Norm, PackedLinear, fused_layer, joined
+from octofuse.nn import EightBitLinear, Int8Linear, Norm, PackedLinear, fused_layer, joined
 from octofuse.nn.floating import Fused
 from octofuse.nn.order import fold_order_
 from octofuse.ops.activations import Activation
@@ -87,7 +87,9 @@ def attended(parts: Parts, x: Tensor, attend: Attend, multiplier: float = 1.0) -
     """x + projection(attention(norm(x))), x `[..., width]`; multiplier: of what is added."""
     qkv = tuple(layer.fused(x, norm=parts.attention_norm) for layer in parts.qkv)
     alone = _adds_alone(parts.after_attention, multiplier)
-    values = attend(qkv, None if alone else parts.projection.input_scale)
+    # Attention writes int8.
+    scale = parts.projection.input_scale if isinstance(parts.projection, Int8Linear) else None
+    values = attend(qkv, None if alone else scale)
     return _added(x, parts.projection, values, parts.after_attention, multiplier)
 
 
@@ -95,12 +97,12 @@ def fed_forward(parts: Parts, x: Tensor, source: Tensor, architecture: Architect
     """x + down(activation(up(norm(source)))); gated: down(activation(gates) * values). source: x, or what the block read
     where attention and feed-forward are parallel.
 
-    Between up and down activations are int8 where down has a static scale and nothing is gated in front of it.
+    Between up and down activations have 8 bits where down has a static scale and nothing is gated in front of it.
     """
     activation, norm = architecture.activation, parts.feed_forward_norm
     multiplier = architecture.residual_multiplier
     gate = activation if architecture.names.gated else None
-    out_scale = None if _adds_alone(parts.after_feed_forward, multiplier) else parts.down.input_scale
+    out_scale = None if _adds_alone(parts.after_feed_forward, multiplier) else _handed_on(parts)
     if gate is None:
         (up,) = parts.up
         hidden = up.fused(source, norm=norm, activation=activation, out_scale=out_scale)
@@ -119,11 +121,17 @@ def _adds_alone(norm: Norm | None, multiplier: float) -> bool:
     return norm is not None or multiplier != 1.0
 
 
+def _handed_on(parts: Parts) -> Tensor | None:
+    """down's static scale, if up can write what down reads: int8 comes from every layer, float8 from its like."""
+    alike = len(parts.up) == 1 and type(parts.up[0]) is type(parts.down)
+    return parts.down.input_scale if alike or isinstance(parts.down, Int8Linear) else None
+
+
 def _multiplies_gates(parts: Parts) -> PackedLinear | None:
     """up, if its product can multiply values by their gates and down does not quantise them by the token meanwhile."""
     if len(parts.up) > 1 or not isinstance(parts.up[0], PackedLinear):
         return None
-    by_token = isinstance(parts.down, Int8Linear) and parts.down.input_scale is None
+    by_token = isinstance(parts.down, EightBitLinear) and parts.down.input_scale is None
     return None if by_token else parts.up[0]
 
 

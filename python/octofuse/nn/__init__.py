@@ -3,7 +3,7 @@
 from octofuse.nn.find import linear_layers, output_heads, replace_module
 from octofuse.nn.floating import FloatingLinear, fused_layer
 from octofuse.nn.joined import joined
-from octofuse.nn.linear import Int8Linear
+from octofuse.nn.linear import EightBitLinear, Float8Linear, Int8Linear
 from octofuse.nn.make import QUANTISED, empty_layer, quantised_layer
 from octofuse.nn.norm import Norm
 from octofuse.nn.weight_only import BCQLinear, PackedLinear, Sparse12Linear, WeightOnlyLinear
@@ -11,6 +11,8 @@ from octofuse.nn.weight_only import BCQLinear, PackedLinear, Sparse12Linear, Wei
 __all__ = [
     "QUANTISED",
     "BCQLinear",
+    "EightBitLinear",
+    "Float8Linear",
     "FloatingLinear",
     "Int8Linear",
     "Norm",

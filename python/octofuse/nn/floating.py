@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from octofuse.nn.linear import Int8Linear, weight_of
+from octofuse.nn.linear import EightBitLinear, weight_of
 from octofuse.nn.norm import Norm, in_floating_point
 from octofuse.nn.weight_only import PackedLinear
 from octofuse.ops import quantize_per_tensor
@@ -80,11 +80,11 @@ class FloatingLinear:
         return residual.dtype == x.dtype and residual.shape == (x.shape[0], self.weight.shape[0])
 
 
-Fused = Int8Linear | PackedLinear | FloatingLinear
+Fused = EightBitLinear | PackedLinear | FloatingLinear
 
 
 def fused_layer(layer: nn.Module, *, transposes: bool = False) -> Fused:
     """The layer itself where it has the verb, else FloatingLinear around it."""
-    if isinstance(layer, (Int8Linear, PackedLinear)):
+    if isinstance(layer, (EightBitLinear, PackedLinear)):
         return layer
     return FloatingLinear(layer, transposes=transposes)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octofuse.nn.linear import Int8Linear
+from octofuse.nn.linear import EightBitLinear
 from octofuse.nn.weight_only import PackedLinear
+from octofuse.quant.affine import BLOCK
 from octofuse.quant.packing import TILE_ROWS
 
 
@@ -20,18 +21,18 @@ def joined(layers: Sequence[nn.Module]) -> nn.Module | None:
     so that nothing lies in memory twice; joining the same layers again copies nothing. Scales and biases are copied.
 
     Args:
-        layers: nn.Linear, Int8Linear or PackedLinear, with the same in_features.
+        layers: nn.Linear, EightBitLinear or PackedLinear, with the same in_features.
     """
     first: Any = layers[0]
     if any(type(layer) is not type(first) for layer in layers):
         return None
     if type(first) is nn.Linear:
         return _joined_floats(layers)
-    if not isinstance(first, (Int8Linear, PackedLinear)):
+    if not isinstance(first, (EightBitLinear, PackedLinear)):
         return None
     if any(layer.scheme.name != first.scheme.name or layer.in_features != first.in_features for layer in layers):  # type: ignore[union-attr]
         return None
-    return _joined_int8(layers) if isinstance(first, Int8Linear) else _joined_packed(layers)
+    return _joined_eight_bits(layers) if isinstance(first, EightBitLinear) else _joined_packed(layers)
 
 
 def _joined_floats(layers: Sequence[Any]) -> nn.Module | None:
@@ -45,19 +46,24 @@ def _joined_floats(layers: Sequence[Any]) -> nn.Module | None:
     return one.train(first.training)
 
 
-def _joined_int8(layers: Sequence[Any]) -> nn.Module | None:
+def _joined_eight_bits(layers: Sequence[Any]) -> nn.Module | None:
     first = layers[0]
     if any(layer.activation != first.activation or layer.engine != first.engine for layer in layers):
         return None
     if first.input_scale is not None and any(not torch.equal(layer.input_scale, first.input_scale) for layer in layers):
         return None  # of one input, but with ranges of their own
-    one = Int8Linear(
+    blocks = first.scheme.weights == "block"
+    if blocks and any(layer.out_features % BLOCK != 0 for layer in layers[:-1]):
+        return None  # the next one would begin inside a block
+    one: EightBitLinear = type(first)(
         first.in_features, sum(layer.out_features for layer in layers), bias=False, scheme=first.scheme,
         activation=first.activation, device="meta",
     )  # fmt: skip
-    one.engine = first.engine
+    one.engine, one.fast_accumulate = first.engine, first.fast_accumulate
     one.weight = _stacked(layers, "weight")
-    one.weight_scale = torch.cat([layer.weight_scale.expand(layer.out_features) for layer in layers])
+    one.weight_scale = torch.cat(
+        [layer.weight_scale if blocks else layer.weight_scale.expand(layer.out_features) for layer in layers]
+    )
     one.input_scale, one.bias = first.input_scale, _joined_bias(layers)
     return one.train(first.training)
 
@@ -91,7 +97,8 @@ def _stacked(layers: Sequence[Any], name: str) -> Tensor:
     if _follow_each_other(tensors):
         return first.as_strided((sum(sizes), first.shape[1]), first.stride())
     with torch.inference_mode(False), torch.no_grad():  # a tensor of inference mode could never be trained again
-        whole = torch.cat(tensors)
+        eights = [tensor.view(torch.int8) if tensor.element_size() == 1 else tensor for tensor in tensors]
+        whole = torch.cat(eights).view(first.dtype)  # not every torch joins float8
     for layer, tensor in zip(layers, whole.split(sizes), strict=True):
         own = getattr(layer, name)
         if not isinstance(own, nn.Parameter):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.nn.frozen import FrozenLinear
-from octofuse.nn.linear import Int8Linear, is_conv1d
+from octofuse.nn.linear import EightBitLinear, eight_bit_class, is_conv1d
 from octofuse.nn.weight_only import BCQLinear, PackedLinear, Sparse12Linear, WeightOnlyLinear
 from octofuse.quant import Scheme, WeightOnly
 
-QUANTISED = (Int8Linear, PackedLinear)
+QUANTISED = (EightBitLinear, PackedLinear)
 _PACKED: dict[str, Any] = {"grid": WeightOnlyLinear, "bcq": BCQLinear, "sparse12": Sparse12Linear}
 
 
@@ -22,7 +22,7 @@ def quantised_layer(
     """The layer that stands for an nn.Linear or Conv1D; amax and moments: what calibration found, where it is needed."""
     made: FrozenLinear
     if isinstance(scheme, Scheme):
-        made = Int8Linear.from_float(layer, scheme, amax)
+        made = eight_bit_class(scheme).from_float(layer, scheme, amax)
     else:
         made = _PACKED[scheme.code].from_float(layer, scheme, moments)
     made.is_conv1d = is_conv1d(layer)
@@ -34,6 +34,6 @@ def empty_layer(
 ) -> nn.Module:
     """A layer of this scheme whose tensors are yet to be filled."""
     if isinstance(scheme, Scheme):
-        return Int8Linear(in_features, out_features, bias=bias, scheme=scheme, dtype=dtype)
+        return eight_bit_class(scheme)(in_features, out_features, bias=bias, scheme=scheme, dtype=dtype)
     made: nn.Module = _PACKED[scheme.code](in_features, out_features, bias=bias, scheme=scheme, dtype=dtype)
     return made

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octofuse.nn.linear import Int8Linear
+from octofuse.nn.linear import EightBitLinear
 from octofuse.nn.weight_only import PackedLinear, WeightOnlyLinear
 from octofuse.quant.packing import pack, row_parts, unpack
 
@@ -34,7 +34,9 @@ def fold_order_(before: Sequence[nn.Module], layer: nn.Module) -> None:
 
 def _exchangeable(layer: Any) -> Any:
     """The layer, or None."""
-    return layer if isinstance(layer, (WeightOnlyLinear, Int8Linear)) or type(layer) is nn.Linear else None
+    if isinstance(layer, EightBitLinear) and layer.weight_scale.dim() == 2:
+        return None  # channels of a block share a scale
+    return layer if isinstance(layer, (WeightOnlyLinear, EightBitLinear)) or type(layer) is nn.Linear else None
 
 
 def _exchange(layer: Any, order: Tensor) -> None:
@@ -44,8 +46,8 @@ def _exchange(layer: Any, order: Tensor) -> None:
         return
     if layer.bias is not None:
         layer.bias = layer.bias[order]
-    if isinstance(layer, Int8Linear):
-        layer.weight = layer.weight[order]
+    if isinstance(layer, EightBitLinear):
+        layer.weight = layer.weight.view(torch.int8)[order].view(layer.values)
         if layer.weight_scale.numel() > 1:
             layer.weight_scale = layer.weight_scale[order]
         return

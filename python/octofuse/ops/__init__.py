@@ -4,8 +4,9 @@ from octofuse.ops import _register, cache, decode, gemm, layouts, lowbit, quanti
 from octofuse.ops.decode import quantized_linear
 from octofuse.ops.explain import Explanation, engines, explain, tune_cublaslt
 from octofuse.ops.gemm import i8f16_linear, i8i8_linear, i8i8_matmul, i8i32_matmul, weight_sums
+from octofuse.ops.linear import linear
 from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
-from octofuse.ops.quantize import dequantize, quantize_per_tensor, quantize_per_token
+from octofuse.ops.quantize import dequantize, quantize_per_block, quantize_per_tensor, quantize_per_token
 from octofuse.ops.rows import (
     activate,
     activate_quantize,
@@ -56,6 +57,8 @@ __all__ = [
     "i8i32_matmul",
     "layer_norm",
     "layer_norm_quantize",
+    "linear",
+    "quantize_per_block",
     "quantize_per_tensor",
     "quantize_per_token",
     "quantized_linear",

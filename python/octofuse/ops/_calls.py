@@ -19,7 +19,7 @@ ZeroPoint = Tensor | int
 
 
 class LinearCall(NamedTuple):
-    """`i8f16_linear`; with out_scale `i8i8_linear`, and out_dtype is not read."""
+    """`i8f16_linear`; with out_scale `i8i8_linear`, and out_dtype is not read. Both and float8: `linear`."""
 
     x: Tensor
     w: Tensor
@@ -34,6 +34,7 @@ class LinearCall(NamedTuple):
     x_zero_point: ZeroPoint | None
     w_sum: Tensor | None
     constant_weight: bool
+    fast_accumulate: bool = False
 
 
 class RowLinearCall(NamedTuple):
@@ -53,6 +54,7 @@ class RowLinearCall(NamedTuple):
     out_dtype: dtype
     out_scale: Scale | None
     constant_weight: bool
+    fast_accumulate: bool = False
 
 
 class LowbitCall(NamedTuple):
@@ -85,7 +87,10 @@ class LowbitCall(NamedTuple):
 
 
 class RowsCall(NamedTuple):
-    """The functions of `ops.rows`; op: "layer_norm", "rms_norm", "activation", "gated_activation" or "reorder"."""
+    """The functions of `ops.rows`; op: "layer_norm", "rms_norm", "activation", "gated_activation", "reorder" or "copy".
+
+    q_dtype, q_block: of what is quantised; q_block: every 128 columns have a scale of their own.
+    """
 
     x: Tensor
     op: str
@@ -98,6 +103,8 @@ class RowsCall(NamedTuple):
     scale: Scale | None
     constants: bool
     order: Tensor | None = None
+    q_dtype: dtype = torch.int8
+    q_block: bool = False
 
 
 class AttendCall(NamedTuple):

@@ -55,18 +55,24 @@ WITH_OUT = ("linear", "i8i32_matmul", "i8i8_matmul")  # <op>_out writes into `ou
 def _shape_like(x: Tensor, w: Tensor, floats: bool = False) -> list[int | torch.SymInt]:
     torch._check(x.dim() >= 1, lambda: f"x: expected at least one dimension, got shape {list(x.shape)}")
     torch._check(w.dim() == 2, lambda: f"w: expected two dimensions, [N, K], got shape {list(w.shape)}")
+    eight_bits = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
     torch._check(
-        x.dtype == torch.int8 or (floats and x.dtype.is_floating_point),
-        lambda: f"x: expected dtype int8{' or a floating-point one' if floats else ''}, got {x.dtype}",
+        x.dtype in eight_bits or (floats and x.dtype.is_floating_point),
+        lambda: f"x: expected dtype int8 or float8{', or a wider float' if floats else ''}, got {x.dtype}",
     )
-    torch._check(w.dtype == torch.int8, lambda: f"w: expected dtype int8, got {w.dtype}")
+    torch._check(w.dtype in eight_bits[:2], lambda: f"w: expected dtype int8 or float8_e4m3fn, got {w.dtype}")
     torch._check(x.shape[-1] == w.shape[1], lambda: f"w: expected shape [N, {x.shape[-1]}], got {list(w.shape)}")
     return [*x.shape[:-1], w.shape[0]]
 
 
+def _output_of(call: LinearCall | RowLinearCall) -> torch.dtype:
+    if call.out_scale is None or call.out_dtype == torch.float8_e4m3fn:
+        return call.out_dtype
+    return torch.int8
+
+
 def _fake_linear(call: LinearCall) -> Tensor:
-    dtype = call.out_dtype if call.out_scale is None else torch.int8
-    return call.x.new_empty(_shape_like(call.x, call.w), dtype=dtype)
+    return call.x.new_empty(_shape_like(call.x, call.w), dtype=_output_of(call))
 
 
 def _fake_matmul(x: Tensor, w: Tensor, engine: str) -> Tensor:
@@ -101,15 +107,16 @@ def _fake_rows(call: RowsCall) -> list[Tensor]:
     shape = [*x.shape]
     if call.op == "gated_activation":
         shape[-1] = shape[-1] // 2
-    y = torch.empty(shape, dtype=torch.int8 if call.quantize else x.dtype, device=x.device)
+    y = torch.empty(shape, dtype=call.q_dtype if call.quantize else x.dtype, device=x.device)
     scales = [_fake_quantize_per_token(x)[1]] if call.quantize and call.scale is None else []
+    if call.q_block and scales:
+        scales = [x.new_empty((-(-shape[-1] // 128), scales[0].shape[0]), dtype=torch.float32)]
     added = [] if call.residual is None else [torch.empty(x.shape, dtype=x.dtype, device=x.device)]
     return [y, *scales, *added]
 
 
 def _fake_quantized_linear(call: RowLinearCall) -> Tensor:
-    dtype = call.out_dtype if call.out_scale is None else torch.int8
-    return call.x.new_empty(_shape_like(call.x, call.w, floats=True), dtype=dtype)
+    return call.x.new_empty(_shape_like(call.x, call.w, floats=True), dtype=_output_of(call))
 
 
 def _fake_lowbit_linear(call: LowbitCall) -> Tensor:

@@ -34,22 +34,25 @@ def quantized_linear(
     out_dtype: torch.dtype | None = None,
     out_scale: Scale | None = None,
     constant_weight: bool = False,
+    fast_accumulate: bool = False,
 ) -> Tensor:
-    """act(quantise(norm(x)) @ w^T * scales + bias) + residual: an int8 linear on activations in floating point.
+    """act(quantise(norm(x)) @ w^T * scales + bias) + residual: an 8-bit linear on activations in floating point.
 
     The bits are those of the parts, whatever M is: `layer_norm` or `rms_norm`, then `quantize_per_token` (with x_scale
-    `quantize_per_tensor`), then `i8f16_linear` (with out_scale `i8i8_linear`). On compute capability 9.0 one token and a
-    small weight take one kernel, which quantises while its weights are on their way; others take two.
+    `quantize_per_tensor`), then `i8f16_linear` (with out_scale `i8i8_linear`). For a weight in float8_e4m3fn x is quantised
+    to that, with a w_scale of blocks by `quantize_per_block`, and `linear` follows. On compute capability 9.0 one token and
+    a small int8 weight take one kernel, which quantises while its weights are on their way; others take two.
 
     Args:
-        x: fp16, bf16 or fp32 `[..., K]`, dense in K; or int8, quantised already, with x_scale as in `i8f16_linear`.
-        w, w_scale, bias, activation, residual, constant_weight: as in `i8f16_linear`; constant_weight covers x_scale and
-            the norm's weight and bias too.
+        x: fp16, bf16 or fp32 `[..., K]`, dense in K; or quantised already, with x_scale as `linear` takes it.
+        w, w_scale, bias, activation, residual, constant_weight, fast_accumulate: as in `linear`; constant_weight covers
+            x_scale and the norm's weight and bias too.
         x_scale: fp32, one element, or a float: static activations. None: every token gets its own scale.
         norm: None, "layer_norm" or "rms_norm"; norm_weight and norm_bias (layer norm alone) are `[K]` in fp32 or x's
             dtype.
-        out_dtype: torch.float16, torch.bfloat16 or torch.float32; None: x's, fp16 for int8.
-        out_scale: fp32, one element, or a float: int8 output.
+        out_dtype: torch.float16, torch.bfloat16 or torch.float32; None: x's, fp16 for 8 bits. With
+            out_scale and a float8 weight torch.int8 or torch.float8_e4m3fn.
+        out_scale: fp32, one element, or a float: int8 output, or what out_dtype says.
 
     Returns:
         `[..., N]`.
@@ -59,10 +62,10 @@ def quantized_linear(
     """
     rows.check_norm(norm, norm_weight, norm_bias)
     if out_dtype is None:
-        out_dtype = torch.float16 if x.dtype == torch.int8 else x.dtype
+        out_dtype = torch.float16 if x.dtype.itemsize == 1 else x.dtype
     call = RowLinearCall(
         x, w, x_scale, w_scale, norm, norm_weight, norm_bias, eps, bias, activation, residual, out_dtype, out_scale,
-        constant_weight,
+        constant_weight, fast_accumulate,
     )  # fmt: skip
     result: Tensor = run("quantized_linear", "quantized_linear", call, _quantized_linear)
     return result

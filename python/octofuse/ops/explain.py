@@ -36,17 +36,18 @@ class Explanation:
 
 
 def engines(device: torch.device | str = "cuda") -> tuple[str, ...]:
-    """Names that `engine=` of the int8 linears accepts for this kind of device, runnable on this machine or not."""
+    """Names that `engine=` of the 8-bit linears accepts for this kind of device, runnable on this machine or not."""
     return cpu.ENGINES if torch.device(device).type == "cpu" else tuple(_C.candidates())
 
 
 def explain(*arguments: Any, **options: Any) -> Explanation:
     """What a call would run; nothing is launched.
 
-        explain(x, w, out_dtype=torch.float16, activation=None, engine="auto")  # int8 x and w: the int8 linears
+        explain(x, w, out_dtype=torch.float16, activation=None, engine="auto")  # 8-bit x and w: the 8-bit linears
         explain(octofuse.woq_linear, x, packed, scale, bits=4, group=128)  # a call with its function in front
 
-    The first form: x int8 `[..., K]`, w int8 `[N, K]`; what `i8f16_linear` (out_dtype fp16, bf16, fp32), `i8i8_linear`
+    The first form: x `[..., K]`, w `[N, K]`, int8 or float8; fast_accumulate and block_scales as of `linear`; what
+    `linear`, `i8f16_linear` (out_dtype fp16, bf16, fp32), `i8i8_linear`
     (int8) or `i8i32_matmul` (int32) would run with a contiguous output. The second: `woq_linear`, `bcq_linear` or
     `sparse12_linear` with all the arguments of the call.
 
@@ -55,16 +56,17 @@ def explain(*arguments: Any, **options: Any) -> Explanation:
     """
     function = arguments[0] if arguments else None
     if not callable(function):
-        return _explain_int8(**_bound(_explain_int8, arguments, options))
+        return _explain_gemm(**_bound(_explain_gemm, arguments, options))
     if function not in _KINDS:
         known = ", ".join(function.__name__ for function in _KINDS)
-        raise TypeError(f"x: expected an int8 tensor, or one of {known}, got {function!r}")
+        raise TypeError(f"x: expected an int8 or float8 tensor, or one of {known}, got {function!r}")
     call = _call_of(function, arguments[1:], options)
     lowbit.check_call(call)
     return _explanation(_C.lowbit_explain(call))
 
 
-_OUTPUTS = (torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int32)
+_OUTPUTS = (torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int32, torch.float8_e4m3fn)
+_OPERANDS = {"x": (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2), "w": (torch.int8, torch.float8_e4m3fn)}
 _KINDS = {lowbit.woq_linear: "uniform", lowbit.bcq_linear: "planes", lowbit.sparse12_linear: "sparse12"}
 
 
@@ -93,21 +95,40 @@ def _explanation(found: dict[str, Any]) -> Explanation:
     return Explanation(found["chosen"], found["why"], declined, found.get("captured", found["chosen"]))
 
 
-def _explain_int8(
+def _explain_gemm(
     x: Tensor,
     w: Tensor,
     *,
     out_dtype: torch.dtype = torch.float16,
     activation: Activation | None = None,
     engine: str = "auto",
+    fast_accumulate: bool = False,
+    block_scales: bool = False,
 ) -> Explanation:
-    _check_int8(x, w, out_dtype)
+    _check_operands(x, w, out_dtype)
     activation_named(activation)
     m, n, k = x.numel() // max(1, x.shape[-1]), w.shape[0], w.shape[1]
     double = out_dtype == torch.float32 and activation not in (None, "relu")
     if x.is_cuda:
         raw = out_dtype == torch.int32
-        return _explanation(_C.explain(m, n, k, dtype_name(out_dtype), raw, double, engine, x.get_device()))
+        return _explanation(
+            _C.explain(
+                m,
+                n,
+                k,
+                dtype_name(out_dtype),
+                raw,
+                double,
+                engine,
+                x.get_device(),
+                _arithmetic(x, fast_accumulate),
+                block_scales,
+            )
+        )
+    if w.dtype != torch.int8:
+        if engine not in ("auto", "cpu"):
+            raise ValueError(f"engine: expected 'auto' or 'cpu' for float8 on a CPU, got {engine!r}")
+        return Explanation(_kernel("cpu"), "the one that multiplies float8 on a CPU", (), _kernel("cpu"))
     chosen = cpu.select_raw(engine) if out_dtype == torch.int32 else cpu.select(engine, m * n * k)
     if engine != "auto":
         return Explanation(_kernel(chosen), "asked for by name", (), _kernel(chosen))
@@ -121,15 +142,23 @@ def _explain_int8(
     return Explanation(_kernel(chosen), "the fastest of those that can serve", declined, _kernel(chosen))
 
 
+def _arithmetic(x: Tensor, fast: bool) -> str:
+    if x.dtype == torch.int8:
+        return "int8"
+    return "e5m2" if x.dtype == torch.float8_e5m2 else "float8_fast" if fast else "float8"
+
+
 def _kernel(engine: str) -> str:
     return f"cpu/{cpu.isa()}" if engine == "cpu" else engine
 
 
-def _check_int8(x: Tensor, w: Tensor, out_dtype: torch.dtype) -> None:
+def _check_operands(x: Tensor, w: Tensor, out_dtype: torch.dtype) -> None:
     for name, tensor in (("x", x), ("w", w)):
-        if not isinstance(tensor, Tensor) or tensor.dtype != torch.int8:
+        if not isinstance(tensor, Tensor) or tensor.dtype not in _OPERANDS[name]:
             got = f"dtype {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name}: expected an int8 tensor, got {got}")
+            raise TypeError(f"{name}: expected an int8 or float8 tensor, got {got}")
+    if (x.dtype == torch.int8) != (w.dtype == torch.int8):
+        raise TypeError(f"w: expected {'int8' if x.dtype == torch.int8 else 'float8_e4m3fn'} beside x, got {w.dtype}")
     if x.dim() < 1 or w.dim() != 2 or w.shape[1] != x.shape[-1]:
         raise ValueError(f"w: expected shape [N, K] for x [..., K], got {list(w.shape)} for {list(x.shape)}")
     if out_dtype not in _OUTPUTS:

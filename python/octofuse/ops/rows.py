@@ -1,4 +1,4 @@
-"""Norms and activations that hand their result over as int8: one read, one write, no fp16 detour.
+"""Norms and activations that hand their result over in 8 bits: one read, one write, no fp16 detour.
 
 Every `*_quantize` function gives the bits of its parts: the plain function, whose result is rounded to x's dtype, and
 behind it `quantize_per_token`, or `quantize_per_tensor` with the given scale. Sums run in a fixed order that depends on the
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from octofuse import _C
@@ -165,15 +166,20 @@ def layer_norm_quantize(
     eps: float = 1e-5,
     *,
     scale: Scale | None = None,
+    dtype: torch.dtype = torch.int8,
+    block: bool = False,
 ) -> tuple[Tensor, Scale]:
     """`layer_norm`, quantised in the same pass.
 
     Args:
         x, weight, bias, eps: as `layer_norm` takes them.
         scale: fp32, one element, or a float above 0, for all rows; None: every row finds its own.
+        dtype: torch.int8, torch.float8_e4m3fn or torch.float8_e5m2.
+        block: every 128 columns of a row find a scale of their own; of float8, without `scale`.
 
     Returns:
-        int8 like x; and the scale that was given, or fp32 `[M, 1]` for the M rows. A value is q * scale.
+        `dtype` like x; and the scale that was given, or fp32 `[M, 1]` for the M rows, with block
+        `[M, ceil(K / 128)]`, dense in M. A value is q * scale.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -182,12 +188,18 @@ def layer_norm_quantize(
         >>> octofuse.layer_norm_quantize(torch.tensor([[1.0, 3.0]]), eps=0.0)
         (tensor([[-127,  127]], dtype=torch.int8), tensor([[0.0079]]))
     """
-    q, used = _quantized("layer_norm", x, None, weight, bias, eps, scale=scale)
+    q, used = _quantized("layer_norm", x, None, weight, bias, eps, scale=scale, q_dtype=dtype, q_block=block)
     return q, used
 
 
 def rms_norm_quantize(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, scale: Scale | None = None
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    scale: Scale | None = None,
+    dtype: torch.dtype = torch.int8,
+    block: bool = False,
 ) -> tuple[Tensor, Scale]:
     """`rms_norm`, quantised in the same pass: `layer_norm_quantize` without a bias.
 
@@ -195,7 +207,7 @@ def rms_norm_quantize(
         >>> octofuse.rms_norm_quantize(torch.tensor([[2.0, -2.0]]), eps=0.0, scale=0.5)
         (tensor([[ 2, -2]], dtype=torch.int8), 0.5)
     """
-    q, used = _quantized("rms_norm", x, None, weight, None, eps, scale=scale)
+    q, used = _quantized("rms_norm", x, None, weight, None, eps, scale=scale, q_dtype=dtype, q_block=block)
     return q, used
 
 
@@ -207,6 +219,8 @@ def add_layer_norm_quantize(
     eps: float = 1e-5,
     *,
     scale: Scale | None = None,
+    dtype: torch.dtype = torch.int8,
+    block: bool = False,
 ) -> tuple[Tensor, Scale, Tensor]:
     """`add_layer_norm`, quantised in the same pass -> int8 like x, its scale as in `layer_norm_quantize`, and h.
 
@@ -215,12 +229,19 @@ def add_layer_norm_quantize(
         >>> q, h
         (tensor([[-127,  127]], dtype=torch.int8), tensor([[1., 3.]]))
     """
-    q, used, h = _quantized("layer_norm", x, residual, weight, bias, eps, scale=scale)
+    q, used, h = _quantized("layer_norm", x, residual, weight, bias, eps, scale=scale, q_dtype=dtype, q_block=block)
     return q, used, h
 
 
 def add_rms_norm_quantize(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, scale: Scale | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    scale: Scale | None = None,
+    dtype: torch.dtype = torch.int8,
+    block: bool = False,
 ) -> tuple[Tensor, Scale, Tensor]:
     """`add_rms_norm`, quantised in the same pass -> int8 like x, its scale as in `layer_norm_quantize`, and h.
 
@@ -229,23 +250,36 @@ def add_rms_norm_quantize(
         >>> q, h
         (tensor([[127, 127]], dtype=torch.int8), tensor([[2., 2.]]))
     """
-    q, used, h = _quantized("rms_norm", x, residual, weight, None, eps, scale=scale)
+    q, used, h = _quantized("rms_norm", x, residual, weight, None, eps, scale=scale, q_dtype=dtype, q_block=block)
     return q, used, h
 
 
-def activate_quantize(x: Tensor, activation: Activation, *, scale: Scale | None = None) -> tuple[Tensor, Scale]:
+def activate_quantize(
+    x: Tensor,
+    activation: Activation,
+    *,
+    scale: Scale | None = None,
+    dtype: torch.dtype = torch.int8,
+    block: bool = False,
+) -> tuple[Tensor, Scale]:
     """`activate`, quantised in the same pass -> int8 like x, and its scale as in `layer_norm_quantize`.
 
     Examples:
         >>> octofuse.activate_quantize(torch.tensor([[-4.0, 2.0]]), "relu", scale=1.0)
         (tensor([[0, 2]], dtype=torch.int8), 1.0)
     """
-    q, used = _quantized("activation", x, activation=activation, scale=scale)
+    q, used = _quantized("activation", x, activation=activation, scale=scale, q_dtype=dtype, q_block=block)
     return q, used
 
 
 def gated_activation_quantize(
-    x: Tensor, activation: Activation = "silu", *, scale: Scale | None = None, constants: bool = False
+    x: Tensor,
+    activation: Activation = "silu",
+    *,
+    scale: Scale | None = None,
+    dtype: torch.dtype = torch.int8,
+    block: bool = False,
+    constants: bool = False,
 ) -> tuple[Tensor, Scale]:
     """`gated_activation`, quantised in the same pass -> int8 `[..., K]`, and its scale as in `layer_norm_quantize`.
 
@@ -255,12 +289,21 @@ def gated_activation_quantize(
         >>> octofuse.gated_activation_quantize(torch.tensor([[2.0, 3.0]]), "relu", scale=1.0)
         (tensor([[6]], dtype=torch.int8), 1.0)
     """
-    q, used = _quantized("gated_activation", x, activation=activation, scale=scale, constants=constants)
+    q, used = _quantized(
+        "gated_activation", x, activation=activation, scale=scale, q_dtype=dtype, q_block=block, constants=constants
+    )
     return q, used
+
+
+def quantized(x: Tensor, scale: Scale | None, dtype: torch.dtype, *, block: bool = False) -> Any:
+    """Plain quantisation to any 8-bit type -> q, and the scales that it found or was given."""
+    return _quantized("copy", x, scale=scale, q_dtype=dtype, q_block=block)
 
 
 def _quantized(*arguments: Any, scale: Scale | None, **named: Any) -> Any:
     results = _call(*arguments, quantize=True, scale=scale, **named)
+    if named.get("q_block"):
+        results = [results[0], results[1].t(), *results[2:]]
     return results if scale is None else (results[0], scale, *results[1:])
 
 
@@ -277,8 +320,10 @@ def _call(
     scale: Scale | None = None,
     constants: bool = False,
     order: Tensor | None = None,
+    q_dtype: torch.dtype = torch.int8,
+    q_block: bool = False,
 ) -> list[Tensor]:
-    call = RowsCall(x, op, residual, weight, bias, eps, activation, quantize, scale, constants, order)
+    call = RowsCall(x, op, residual, weight, bias, eps, activation, quantize, scale, constants, order, q_dtype, q_block)
     results: list[Tensor] = run("rows", op, call, _rows)
     return results
 

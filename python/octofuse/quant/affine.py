@@ -1,4 +1,4 @@
-"""Symmetric scales and the schemes that say where they sit. s = amax / 127, and 1 where amax is 0."""
+"""Symmetric scales and the schemes that say where they sit. s = amax / 127 (float8: / 448), and 1 where amax is 0."""
 
 from __future__ import annotations
 
@@ -11,35 +11,41 @@ from torch import Tensor
 
 from octofuse.quant.packing import row_parts
 from octofuse.quant.weight_only import WeightOnly, weight_only_named
-from octofuse.reference import quantize, token_scales
+from octofuse.reference import block_scales, expanded, quantize, scales_of, token_scales
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a linear layer is quantised to int8.
+    """How a linear layer is quantised to 8 bits.
 
-    weights: one scale per output "channel", or one per "tensor".
-    activations: "token" computes one scale per row while running (dynamic); "tensor" uses one calibrated scale (static).
+    weights: one scale per output "channel", or one per "tensor"; of float8 also one per "block" of 128 x 128.
+    activations: "token" computes one scale per row while running (dynamic); "tensor" uses one calibrated scale (static);
+        "block", beside weights by "block", one for every 128 columns of a row.
+    values: "int8" or "float8" (e4m3).
     smoothing: SmoothQuant before quantisation, with this alpha for every layer, or "search" for each layer's best.
     smooth_values: also smooth what reads attention's output, by scaling the values.
     clipping: a static scale covers the calibrated "max"; the part of it that loses least in the layer's output ("mse");
         99.99 % of the values ("percentile"); or what keeps most of their distribution in 128 levels ("entropy").
     """
 
-    weights: Literal["channel", "tensor"] = "channel"
-    activations: Literal["token", "tensor"] = "token"
+    weights: Literal["channel", "tensor", "block"] = "channel"
+    activations: Literal["token", "tensor", "block"] = "token"
     smoothing: float | Literal["search"] | None = None
     clipping: Literal["max", "mse", "percentile", "entropy"] = "max"
     smooth_values: bool = False
+    values: Literal["int8", "float8"] = "int8"
 
     def __post_init__(self) -> None:
+        is_float8 = self.values == "float8"
         for name, allowed in (
-            ("weights", ("channel", "tensor")),
-            ("activations", ("token", "tensor")),
-            ("clipping", ("max", "mse", "percentile", "entropy") if self.is_static else ("max",)),
+            ("values", ("int8", "float8")),
+            ("weights", ("channel", "tensor", "block") if is_float8 else ("channel", "tensor")),
+            ("activations", ("block",) if self.weights == "block" else ("token", "tensor")),
+            ("clipping", ("max", "mse", "percentile", "entropy") if self.is_static and not is_float8 else ("max",)),
         ):
             if getattr(self, name) not in allowed:
-                more = " beside dynamic activations" if len(allowed) == 1 else ""
+                others = self.values if is_float8 else "dynamic activations"
+                more = "" if len(allowed) > 1 else f" beside {'blocks' if name == 'activations' else others}"
                 raise ValueError(f"{name}: expected one of {', '.join(allowed)}{more}, got {getattr(self, name)!r}")
         if self.smoothing not in (None, "search") and not (
             isinstance(self.smoothing, (int, float)) and 0 <= self.smoothing <= 1
@@ -52,6 +58,11 @@ class Scheme:
     @property
     def is_static(self) -> bool:
         return self.activations == "tensor"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and quantised activations."""
+        return torch.int8 if self.values == "int8" else torch.float8_e4m3fn
 
     @property
     def needs_calibration(self) -> bool:
@@ -76,7 +87,7 @@ USUAL = (
     "w8a8-dynamic", "w8a16", "w4a16-g128", "bcq-q3-g128",
     "w8a8-static", "w8a8-static-mse-smooth", "w8a8-static-tensor", "w4a16-g128-zp-gptq", "w4a16-g128-gptq",
     "w4a16-g128-awq", "w4a16-g128-mse", "w3a16-g128-gptq", "w2a16-g128-half-gptq", "bcq-q4-g128", "bcq-q2-g128",
-    "sparse12-w7-g128",
+    "sparse12-w7-g128", "fp8-dynamic", "fp8-static", "fp8-block128",
 )  # fmt: skip
 
 # All that there are, but for smoothing.
@@ -92,10 +103,16 @@ SCHEMES = {
     "w8a8-static-percentile-tensor": Scheme("tensor", "tensor", clipping="percentile"),
     "w8a8-static-entropy-tensor": Scheme("tensor", "tensor", clipping="entropy"),
     "w8a8-dynamic-tensor": Scheme("tensor", "token"),
+    "fp8-dynamic": Scheme("channel", "token", values="float8"),
+    "fp8-static": Scheme("channel", "tensor", values="float8"),
+    "fp8-block128": Scheme("block", "block", values="float8"),
+    "fp8-dynamic-tensor": Scheme("tensor", "token", values="float8"),
+    "fp8-static-tensor": Scheme("tensor", "tensor", values="float8"),
 }
 
 
 DEFAULT_ALPHA = 0.5  # of SmoothQuant
+BLOCK = 128  # rows and columns of a weight that share a scale
 
 
 AnyScheme = Scheme | WeightOnly
@@ -135,25 +152,44 @@ def _alpha(text: str) -> float | Literal["search"] | None:
     return value if 0.0 <= value <= 1.0 else None
 
 
-def tensor_scale(amax: Tensor) -> Tensor:
+def tensor_scale(amax: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
     """amax, fp32 [] -> scale, fp32 []."""
-    return token_scales(amax.reshape(1, 1)).reshape(())
+    return scales_of(amax.float(), dtype).reshape(())
 
 
-def channel_scales(w: Tensor) -> Tensor:
+def channel_scales(w: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
     """w [N, K] -> fp32 [N], one scale per output channel."""
-    return token_scales(w).reshape(-1)
+    return token_scales(w, dtype).reshape(-1)
+
+
+def spread_blocks(scales: Tensor, n: int, k: int) -> Tensor:
+    """A weight's scales of blocks -> fp32 [n, k], each at its elements."""
+    return expanded(scales, n, k, BLOCK)
 
 
 def quantize_weight(w: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """w [N, K] float -> int8 [N, K] and its scales, fp32 [N] or [1]. ValueError if w holds NaN or Inf."""
+    """w [N, K] float -> the scheme's dtype [N, K] and its scales, fp32 [N] or [1].
+
+    Scales of blocks are [ceil(N / 128), ceil(K / 128)]. ValueError if w holds NaN or Inf.
+    """
     parts = row_parts(w)
     if not torch.stack([torch.isfinite(part).all() for part in parts]).all():
         raise ValueError("weight: expected finite values, got NaN or Inf")
+    if scheme.weights == "block":
+        own = [block_scales(part, BLOCK) for part in parts]
+        spread = [spread_blocks(s, len(part), part.shape[1]) for s, part in zip(own, parts, strict=True)]
+        codes = [quantize(part, s, scheme.dtype) for part, s in zip(parts, spread, strict=True)]
+        return _joined(codes), torch.cat(own)
     if scheme.weights == "channel":
-        scales = [channel_scales(part) for part in parts]
+        scales = [channel_scales(part, scheme.dtype) for part in parts]
     else:
-        scales = [tensor_scale(torch.stack([part.float().abs().amax() for part in parts]).amax()).reshape(1)]
+        amax = torch.stack([part.float().abs().amax() for part in parts]).amax()
+        scales = [tensor_scale(amax, scheme.dtype).reshape(1)]
     of_parts = scales if scheme.weights == "channel" else scales * len(parts)
-    codes = [quantize(part, own.reshape(-1, 1)) for part, own in zip(parts, of_parts, strict=True)]
-    return torch.cat(codes), torch.cat(scales)
+    codes = [quantize(part, own.reshape(-1, 1), scheme.dtype) for part, own in zip(parts, of_parts, strict=True)]
+    return _joined(codes), torch.cat(scales)
+
+
+def _joined(codes: list[Tensor]) -> Tensor:
+    """torch.cat, also of float8, which some versions cannot join."""
+    return torch.cat([part.view(torch.int8) for part in codes]).view(codes[0].dtype)

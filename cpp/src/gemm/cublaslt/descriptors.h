@@ -26,6 +26,17 @@ using MatmulPreference =
 using TransformDesc = std::unique_ptr<std::remove_pointer_t<cublasLtMatrixTransformDesc_t>,
                                       Destroy<&Api::cublasLtMatrixTransformDescDestroy>>;
 
+// float8 operands, fp32 output; `fast`: the tensor cores keep the sums.
+inline MatmulDesc make_float8_desc(bool fast) {
+  cublasLtMatmulDesc_t desc = nullptr;
+  check(api().cublasLtMatmulDescCreate(&desc, CUBLAS_COMPUTE_32F, CUDA_R_32F), "cublasLtMatmulDescCreate");
+  MatmulDesc made(desc);
+  const int8_t value = fast ? 1 : 0;
+  check(api().cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &value, sizeof(value)),
+        "cublasLtMatmulDescSetAttribute");
+  return made;
+}
+
 // int8 operands; `raw`: int32 output, else int8 with an fp32 factor.
 inline MatmulDesc make_matmul_desc(bool raw) {
   cublasLtMatmulDesc_t desc = nullptr;

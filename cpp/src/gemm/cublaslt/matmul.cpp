@@ -24,20 +24,25 @@ namespace {
 
 constexpr size_t kMaxPlans = 4096;
 
-using Key = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, DType>;
+using Key = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, DType, Arithmetic>;
 
 Key key_of(const GemmArgs& args, int device) {
-  return {device, args.m, args.n, args.k, args.ldx, args.ldw, args.ldo, args.out_type};
+  return {device, args.m, args.n, args.k, args.ldx, args.ldw, args.ldo, args.out_type, arithmetic_of(args)};
+}
+
+cudaDataType_t operand_type(DType type) {
+  return type == DType::kE4M3 ? CUDA_R_8F_E4M3 : type == DType::kE5M2 ? CUDA_R_8F_E5M2 : CUDA_R_8I;
 }
 
 std::shared_ptr<Plan> make_plan(const GemmArgs& args, int device) {
   auto plan = std::make_shared<Plan>();
   const bool raw = plan->raw = args.out_type == DType::kInt32;
-  plan->desc = make_matmul_desc(raw);
+  const bool floats = is_float8(args.x_type);
+  plan->desc = floats ? make_float8_desc(args.fast_accumulate) : make_matmul_desc(raw);
   transpose(*plan->desc, CUBLASLT_MATMUL_DESC_TRANSA);
-  plan->a = make_layout(CUDA_R_8I, args.k, args.n, args.ldw);
-  plan->b = make_layout(CUDA_R_8I, args.k, args.m, args.ldx);
-  plan->d = make_layout(raw ? CUDA_R_32I : CUDA_R_8I, args.n, args.m, args.ldo);
+  plan->a = make_layout(operand_type(args.w_type), args.k, args.n, args.ldw);
+  plan->b = make_layout(operand_type(args.x_type), args.k, args.m, args.ldx);
+  plan->d = make_layout(floats ? CUDA_R_32F : raw ? CUDA_R_32I : CUDA_R_8I, args.n, args.m, args.ldo);
   const cublasStatus_t status = find_algorithms(*plan, device);
   if (plan->algorithms.empty()) {
     throw RuntimeError("cublaslt: no algorithm for M=" + std::to_string(args.m) + ", N=" + std::to_string(args.n) +
@@ -70,7 +75,8 @@ PlanCache& cache() {
 
 void launch(const Plan& plan, size_t algorithm, const GemmArgs& args, int device, cudaStream_t stream,
             void* workspace) {
-  launch(plan, algorithm, args.epilogue.w_scale.value, args.w, args.x, args.out, workspace, device, stream);
+  const float factor = is_float8(args.x_type) ? 1.0F : args.epilogue.w_scale.value;
+  launch(plan, algorithm, factor, args.w, args.x, args.out, workspace, device, stream);
 }
 
 // A CUDA event that lives as long as this object, also where timing throws.

@@ -1,11 +1,11 @@
-// One int8 GEMM kernel for sm_90a, from one token to thousands: a block computes one tile of the output over one slice
+// One 8-bit GEMM kernel for sm_90a, from one token to thousands: a block computes one tile of the output over one slice
 // of K and ends.
 //
-//   consumer warpgroups multiply 64 rows each (wgmma, both operands from shared memory, int32 in registers)
+//   consumer warpgroups multiply 64 rows each (wgmma, both operands from shared memory, sums in registers)
 //   a producer thread   copies 128-byte-wide slices of both operands into a ring of stages (TMA)
 //   a vector warp       reads the tile's scales and bias meanwhile
 //   then                partial sums of a split K are added across the cluster, exactly, and every block finishes
-//                       its share of the tile (epilogue/tile.cuh)
+//                       its share of the tile (epilogue/tile.cuh); of float8, K is never split
 //
 // Measured on an H200 and left out: multicast of operands within clusters of 2 and 4 (never more than 2 % faster, often
 // slower), 256 x 128 tiles, and an epilogue unrolled over registers (fetching its code cost more than it saved).
@@ -17,17 +17,24 @@
 #include "device/wgmma.cuh"
 #include "epilogue/tile.cuh"
 #include "gemm/wgmma/launch.h"
+#include "gemm/wgmma/promoted.cuh"
 
 namespace octofuse::wgmma {
 
 constexpr int kBlockK = 128;    // bytes of K a stage: one row of TMA's widest swizzle
 constexpr int kMaxStages = 32;  // one lane of a warp prepares each
 
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using EmptyBarrier = cutlass::arch::ClusterBarrier;
+template <Arithmetic kArithmetic, bool kSwap>
+using InstructionOf = std::conditional_t<kArithmetic == Arithmetic::kInt8, S32S8S8,
+                                         std::conditional_t<kArithmetic != Arithmetic::kE5M2, F32E4M3E4M3,
+                                                            std::conditional_t<kSwap, F32E4M3E5M2, F32E5M2E4M3>>>;
 
-template <int kWarpgroups_, int kCols_, bool kSwap_>
+template <int kWarpgroups_, int kCols_, bool kSwap_, Arithmetic kArithmetic_>
 struct Tile {
+  static constexpr Arithmetic kArithmetic = kArithmetic_;
+  using Instruction = InstructionOf<kArithmetic, kSwap_>;
+  using Register = typename SumsOf<Instruction>::Register;
+  using Sum = typename SumsOf<Instruction>::Sum;
   static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr int kRows = 64 * kWarpgroups;
   static constexpr int kCols = kCols_;
@@ -40,6 +47,9 @@ struct Tile {
   static constexpr int kThreads = kConsumers + 64;
   static constexpr int kBytesA = kRows * kBlockK;
   static constexpr int kStageBytes = (kRows + kCols) * kBlockK;
+  // Behind the ring, for every stage: the factors of its block's sums.
+  static constexpr int kFactorBytes = promotes(kArithmetic) ? kTokens * static_cast<int>(sizeof(float)) : 0;
+  static_assert(!promotes(kArithmetic) || kScaleBlock % kChannels == 0, "channels must lie in one block");
   struct Shared {
     FullBarrier full[kMaxStages];
     EmptyBarrier empty[kMaxStages];
@@ -49,7 +59,7 @@ struct Tile {
   // At the end the accumulators lie in the ring's place, [tokens][channels]. The pitch (in words) spreads a fragment's
   // rows over all banks.
   static constexpr int kPitch = kSwap ? kChannels + 4 : kChannels + (40 - kChannels % 32) % 32;
-  static constexpr int kEpilogueBytes = kTokens * kPitch * 4;
+  static constexpr int kEpilogueBytes = kTokens * kPitch * static_cast<int>(sizeof(Sum));
   using Share = TileShare<kTokens, kChannels, kConsumers>;
 };
 
@@ -135,10 +145,16 @@ struct Producer {
   }
 };
 
+template <int kCount, class Register>
+__device__ inline void fence_registers(Register (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(d[i]);
+}
+
 // This warpgroup's product over the block's slice of K.
 template <class Tile>
 __device__ void multiply(const KernelArgs& args, const Place& place, typename Tile::Shared& shared, const uint8_t* ring,
-                         int warpgroup, int thread, uint32_t (&d)[Tile::kCols / 2]) {
+                         int warpgroup, int thread, typename Tile::Register (&d)[Tile::kCols / 2]) {
   if (place.k_count == 0) {  // a split finer than K: the first product would have set them
 #pragma unroll
     for (int i = 0; i < Tile::kCols / 2; ++i) d[i] = 0;
@@ -151,12 +167,12 @@ __device__ void multiply(const KernelArgs& args, const Place& place, typename Ti
   for (int i = 0; i < place.k_count; ++i) {
     shared.full[stage].wait(phase);
     const uint64_t offset = static_cast<uint64_t>(stage) * (Tile::kStageBytes / 16);
-#pragma unroll
-    for (int j = 0; j < Tile::kCols / 2; ++j) cute::warpgroup_fence_operand(d[j]);
+    fence_registers(d);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kBlockK / 32; ++step) {
-      Mma<Tile::kCols>::run(a0 + offset + 2 * step, b0 + offset + 2 * step, d, i + step > 0);
+      Mma<typename Tile::Instruction, Tile::kCols>::run(a0 + offset + 2 * step, b0 + offset + 2 * step, d,
+                                                        i + step > 0);
     }
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<1>();  // the product before this one is done with its stage
@@ -168,27 +184,87 @@ __device__ void multiply(const KernelArgs& args, const Place& place, typename Ti
     }
   }
   cute::warpgroup_wait<0>();
+  fence_registers(d);
+}
+
+// The same in blocks of 128 columns, each times its factor and added in fp32.
+template <class Tile>
+__device__ void multiply_promoted(const KernelArgs& args, const Place& place, typename Tile::Shared& shared,
+                                  const uint8_t* ring, int warpgroup, int thread, float (&sums)[Tile::kCols / 2]) {
+  const auto* factors = reinterpret_cast<const float*>(ring + args.stages * Tile::kStageBytes);
+  const bool scaled = args.x_blocks.data != nullptr;
+  BlockFactors<Tile::kSwap, Tile::kCols> of_block;
 #pragma unroll
-  for (int j = 0; j < Tile::kCols / 2; ++j) cute::warpgroup_fence_operand(d[j]);
+  for (float& sum : sums) sum = 0.0F;
+  const uint64_t a0 = tile_descriptor(ring + warpgroup * 64 * kBlockK);
+  const uint64_t b0 = tile_descriptor(ring + Tile::kBytesA);
+  uint32_t phase = 0;
+  int stage = 0;
+  for (int i = 0; i < place.k_count; ++i) {
+    shared.full[stage].wait(phase);
+    const uint64_t offset = static_cast<uint64_t>(stage) * (Tile::kStageBytes / 16);
+    float d[Tile::kCols / 2];
+    fence_registers(d);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int step = 0; step < kBlockK / 32; ++step) {
+      Mma<typename Tile::Instruction, Tile::kCols>::run(a0 + offset + 2 * step, b0 + offset + 2 * step, d, step > 0);
+    }
+    cute::warpgroup_commit_batch();
+    if (scaled) of_block.load(factors + stage * Tile::kTokens, 64 * warpgroup, thread);
+    cute::warpgroup_wait<0>();
+    fence_registers(d);
+    release_factors(shared.empty[stage], thread);
+    of_block.add(d, sums);
+    if (++stage == args.stages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+}
+
+// A warp lays the factors of every block beside its operands.
+template <class Tile>
+__device__ void feed_factors(const KernelArgs& args, typename Tile::Shared& shared, uint8_t* ring, int m0, int n0,
+                             int lane) {
+  auto* factors = reinterpret_cast<float*>(ring + args.stages * Tile::kStageBytes);
+  FactorReader<Tile::kTokens> reader(args, m0, n0, lane);
+  int stage = 0;
+  uint32_t phase = 1;
+  reader.for_each([&](int, const auto& of_lane) {
+    shared.empty[stage].wait(phase);
+    store_factors<Tile::kTokens>(factors + stage * Tile::kTokens, of_lane, lane);
+    __syncwarp();
+    if (lane == 0) shared.full[stage].arrive();
+    if (++stage == args.stages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  });
 }
 
 // Fragments to [tokens][channels] in shared memory.
 template <class Tile>
-__device__ void park(int32_t* parked, int warp, int lane, const uint32_t (&d)[Tile::kCols / 2]) {
+__device__ void park(typename Tile::Sum* parked, int warp, int lane,
+                     const typename Tile::Register (&d)[Tile::kCols / 2]) {
+  using Sum = typename Tile::Sum;
   const int row = 16 * warp + lane / 4;
   const int col = lane % 4 * 2;
   if constexpr (Tile::kSwap) {
-    int32_t* first = parked + col * Tile::kPitch + row;
+    Sum* first = parked + col * Tile::kPitch + row;
 #pragma unroll
     for (int i = 0; i < Tile::kCols / 2; ++i) {
-      first[(i / 4 * 8 + i % 2) * Tile::kPitch + i / 2 % 2 * 8] = static_cast<int32_t>(d[i]);
+      first[(i / 4 * 8 + i % 2) * Tile::kPitch + i / 2 % 2 * 8] = static_cast<Sum>(d[i]);
     }
   } else {
-    int32_t* first = parked + row * Tile::kPitch + col;
+    struct alignas(8) Pair {
+      Sum x, y;
+    };
+    Sum* first = parked + row * Tile::kPitch + col;
 #pragma unroll
     for (int i = 0; i < Tile::kCols / 2; i += 2) {
-      *reinterpret_cast<int2*>(first + i / 2 % 2 * 8 * Tile::kPitch + i / 4 * 8) =
-          make_int2(static_cast<int>(d[i]), static_cast<int>(d[i + 1]));
+      *reinterpret_cast<Pair*>(first + i / 2 % 2 * 8 * Tile::kPitch + i / 4 * 8) = {static_cast<Sum>(d[i]),
+                                                                                    static_cast<Sum>(d[i + 1])};
     }
   }
 }
@@ -232,8 +308,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
   if (producer) {
     const int lane = thread - Tile::kProducer;
     if (lane < args.stages) {
-      shared.full[lane].init(1);
-      shared.empty[lane].init(Tile::kWarpgroups);
+      shared.full[lane].init(args.x_blocks.data == nullptr ? 1 : 2);  // the producer, and the factors
+      shared.empty[lane].init(Tile::kWarpgroups * (promotes(Tile::kArithmetic) ? kReaders : 1));
       cutlass::arch::fence_barrier_init();
     }
     __syncwarp();
@@ -242,20 +318,28 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
   }
   __syncthreads();
 
-  auto* parked = reinterpret_cast<int32_t*>(ring);
-  const int32_t* accs = parked;
+  using Sum = typename Tile::Sum;
+  auto* parked = reinterpret_cast<Sum*>(ring);
+  const Sum* accs = parked;
   typename Tile::Share share(args.output, m0, n0, place.rank_k, args.split, thread);
   PendingVectors<32, Tile::kTokens, Tile::kChannels> pending;
   if (rehearses) {
     pending.load(args.epilogue, args.output, m0, n0, args.constant_weight, thread - Tile::kVectors);
+    if constexpr (promotes(Tile::kArithmetic)) {
+      if (args.x_blocks.data != nullptr) feed_factors<Tile>(args, shared, ring, m0, n0, thread - Tile::kVectors);
+    }
     share.rehearse();
-    accs = reinterpret_cast<const int32_t*>(&shared.vectors);  // whatever lies there: nothing comes of it
+    accs = reinterpret_cast<const Sum*>(&shared.vectors);  // whatever lies there: nothing comes of it
   } else if (producer) {
     if (thread == Tile::kProducer) feed.refill();
     share.m_end = 0;
   } else {
-    uint32_t d[Tile::kCols / 2];
-    multiply<Tile>(args, place, shared, ring, warpgroup_of(thread), thread % 128, d);
+    typename Tile::Register d[Tile::kCols / 2];
+    if constexpr (promotes(Tile::kArithmetic)) {
+      multiply_promoted<Tile>(args, place, shared, ring, warpgroup_of(thread), thread % 128, d);
+    } else {
+      multiply<Tile>(args, place, shared, ring, warpgroup_of(thread), thread % 128, d);
+    }
     __syncwarp();
     // Nobody reads the ring any more.
     cutlass::arch::NamedBarrier::sync(Tile::kConsumers, 0);
@@ -270,7 +354,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
       __syncwarp();
       if (split) {
         cute::cluster_sync();
-        if (!rehearses) add_other_blocks<Tile>(args, place, share, parked);
+        if constexpr (std::is_same_v<Sum, int32_t>) {
+          if (!rehearses) add_other_blocks<Tile>(args, place, share, parked);
+        }
       } else {
         __syncthreads();
       }

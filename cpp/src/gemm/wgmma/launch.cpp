@@ -10,9 +10,9 @@
 
 namespace octofuse::wgmma {
 
-#define OCTOFUSE_DECLARE(row_blocks, cols, form) \
-  template <>                                    \
-  KernelInfo kernel_info<row_blocks, cols, Form::form>();
+#define OCTOFUSE_DECLARE(row_blocks, cols, form, arithmetic) \
+  template <>                                                \
+  KernelInfo kernel_info<row_blocks, cols, Form::form, Arithmetic::arithmetic>();
 OCTOFUSE_WGMMA_TILES(OCTOFUSE_DECLARE)
 #undef OCTOFUSE_DECLARE
 
@@ -22,7 +22,7 @@ constexpr int kAllTiles = static_cast<int>(sizeof(kTiles) / sizeof(kTiles[0]));
 constexpr int kSharedPerSm = 228 * 1024;  // compute capability 9.0; 1 KB of it goes to each block's system use
 constexpr int kMaxStages = 32;
 
-// [rows, k] int8 with row stride ld, read in pieces of box_rows x 128 bytes.
+// [rows, k] in 8 bits with row stride ld, read in pieces of box_rows x 128 bytes.
 CUtensorMap operand_map(const int8_t* data, int64_t rows, int64_t k, int64_t ld, int box_rows) {
   return tensor_map({data, rows, k, ld, 1, box_rows, 128, true});
 }
@@ -31,7 +31,8 @@ int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 const KernelInfo& info_of(int tile) {
   static const KernelInfo infos[] = {
-#define OCTOFUSE_INFO(row_blocks, cols, form) kernel_info<row_blocks, cols, Form::form>(),
+#define OCTOFUSE_INFO(row_blocks, cols, form, arithmetic) \
+  kernel_info<row_blocks, cols, Form::form, Arithmetic::arithmetic>(),
       OCTOFUSE_WGMMA_TILES(OCTOFUSE_INFO)
 #undef OCTOFUSE_INFO
   };
@@ -45,6 +46,8 @@ KernelArgs common_args(const GemmArgs& args, bool chained) {
   kernel.output = output_of(args);
   kernel.constant_weight = chained && args.constant_weight;
   kernel.k_blocks = ceil_div(args.k, 128);
+  kernel.x_blocks = args.x_blocks;
+  kernel.w_blocks = args.w_blocks;
   return kernel;
 }
 
@@ -70,12 +73,13 @@ void run_tiles(const KernelInfo& info, const TileShape& tile, int split, int blo
                 &kernel, stream);
 }
 
-// Index into KernelInfo::usual, or -1: 16-bit and int8 outputs by type and activation, then with a residual of their
-// type.
-int usual_epilogue(const EpilogueArgs& e, const TileOutput& output) {
+// Index into KernelInfo::usual, or -1: outputs in 16 bits and in the operands' type by type and activation, then with a
+// residual of their type.
+int usual_epilogue(const EpilogueArgs& e, const TileOutput& output, Arithmetic arithmetic) {
+  const DType narrow = arithmetic == Arithmetic::kInt8 ? DType::kInt8 : DType::kE4M3;
   const int type = output.type == DType::kFloat16    ? 0
                    : output.type == DType::kBFloat16 ? 1
-                   : output.type == DType::kInt8     ? 2
+                   : output.type == narrow           ? 2
                                                      : -1;
   if (type < 0 || !output.wide || e.w_sum != nullptr) return -1;
   if (e.residual == nullptr) return type * kActivations + static_cast<int>(e.activation);
@@ -84,10 +88,10 @@ int usual_epilogue(const EpilogueArgs& e, const TileOutput& output) {
 }
 
 // As many blocks as the device has SMs, in clusters that share the weights of neighbouring tiles.
-void run_pingpong(const KernelInfo& info, const TileShape& tile, int cluster, const GemmArgs& args, int device,
-                  bool chained, cudaStream_t stream) {
+void run_persistent(const KernelInfo& info, const TileShape& tile, int cluster, const GemmArgs& args, int device,
+                    bool chained, cudaStream_t stream) {
   KernelArgs kernel = common_args(args, chained);
-  const int usual = usual_epilogue(kernel.epilogue, kernel.output);
+  const int usual = usual_epilogue(kernel.epilogue, kernel.output, tile.arithmetic);
   const void* function = usual < 0 ? info.function : info.usual[usual];
   static DeviceFlags raised[kAllTiles][kUsual + 1];
   allow_shared_memory(function, info.fixed_bytes, device, raised[&tile - kTiles][usual + 1]);
@@ -109,8 +113,8 @@ void run(const Candidate& candidate, const GemmArgs& args, int device, cudaStrea
   const KernelInfo& info = info_of(candidate.tile);
   const TileShape& tile = kTiles[candidate.tile];
   const bool chained = is_chained(stream, device);
-  if (tile.form == Form::kPingpong) {
-    run_pingpong(info, tile, candidate.cluster, args, device, chained, stream);
+  if (tile.form == Form::kPingpong || tile.form == Form::kCooperative) {
+    run_persistent(info, tile, candidate.cluster, args, device, chained, stream);
   } else {
     static DeviceFlags raised[kAllTiles];
     allow_shared_memory(info.function, kSharedPerSm - 1024, device, raised[candidate.tile]);

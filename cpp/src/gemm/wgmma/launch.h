@@ -18,9 +18,10 @@ struct KernelArgs {
   bool constant_weight;   // the weights may be read before earlier kernels have finished
   int k_blocks, k_share;  // of 128 bytes: in all, and of one block of the cluster
   int stages;
-  int split;             // blocks that share a tile's K: a cluster
-  int cluster;           // pingpong: blocks that share the weights' tile
-  int tiles_m, tiles_n;  // pingpong: of the whole output
+  int split;                       // blocks that share a tile's K: a cluster
+  int cluster;                     // pingpong: blocks that share the weights' tile
+  int tiles_m, tiles_n;            // pingpong: of the whole output
+  BlockScales x_blocks, w_blocks;  // float8 alone
 };
 
 constexpr int kUsual = 3 * kActivations + 2;
@@ -35,7 +36,7 @@ struct KernelInfo {
   const void* usual[kUsual];
 };
 
-template <int kRowBlocks, int kCols, Form kForm>
+template <int kRowBlocks, int kCols, Form kForm, Arithmetic kArithmetic>
 KernelInfo kernel_info();  // specialised in kernels_*.cu
 
 // candidate.tile is an index into kTiles.

@@ -17,8 +17,13 @@
 
 namespace octofuse::wgmma {
 
-template <int kRowBlocks_, int kCols_>
+template <int kRowBlocks_, int kCols_, Arithmetic kArithmetic_>
 struct PingpongTile {
+  static constexpr Form kForm = Form::kPingpong;
+  static constexpr Arithmetic kArithmetic = kArithmetic_;
+  using Instruction = InstructionOf<kArithmetic_, false>;
+  using Register = typename SumsOf<Instruction>::Register;
+  using Sum = typename SumsOf<Instruction>::Sum;
   static constexpr int kRowBlocks = kRowBlocks_;  // of 64 rows
   static constexpr int kRows = 64 * kRowBlocks;
   static constexpr int kCols = kCols_;
@@ -153,11 +158,8 @@ __device__ void read_vectors(const KernelArgs& args, typename Tile::Shared& shar
 // One tile's product, from the ring's position `at`.
 template <class Tile>
 __device__ void multiply_tile(const KernelArgs& args, typename Tile::Shared& shared, const uint8_t* ring,
-                              Ring<Tile::kStages> at, int turn, int thread, uint32_t (&d)[Tile::kSize]) {
-  const auto fence = [&] {
-#pragma unroll
-    for (int j = 0; j < Tile::kSize; ++j) cute::warpgroup_fence_operand(d[j]);
-  };
+                              Ring<Tile::kStages> at, int turn, int thread, typename Tile::Register (&d)[Tile::kSize]) {
+  using Fragment = typename Tile::Register[Tile::kCols / 2];
   // The stage is free in every block whose producer writes to it: one thread tells each of them.
   const auto release = [&](int stage) {
     if (thread < args.cluster) shared.empty[stage].arrive(static_cast<uint32_t>(thread));
@@ -169,14 +171,15 @@ __device__ void multiply_tile(const KernelArgs& args, typename Tile::Shared& sha
     shared.full[at.stage].wait(at.phase);
     if (k == args.k_blocks - 1 && thread == 0) shared.turn_over[turn].arrive();
     const uint64_t offset = static_cast<uint64_t>(at.stage) * (Tile::kStageBytes / 16);
-    fence();
+    fence_registers(d);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kBlockK / 32; ++step) {
 #pragma unroll
       for (int r = 0; r < Tile::kRowBlocks; ++r) {
-        Mma<Tile::kCols>::run(a0 + offset + r * (64 * kBlockK / 16) + 2 * step, b0 + offset + 2 * step,
-                              reinterpret_cast<uint32_t (&)[Tile::kCols / 2]>(d[r * (Tile::kCols / 2)]), k + step > 0);
+        Mma<typename Tile::Instruction, Tile::kCols>::run(
+            a0 + offset + r * (64 * kBlockK / 16) + 2 * step, b0 + offset + 2 * step,
+            reinterpret_cast<Fragment&>(d[r * (Tile::kCols / 2)]), k + step > 0);
       }
     }
     cute::warpgroup_commit_batch();
@@ -187,22 +190,23 @@ __device__ void multiply_tile(const KernelArgs& args, typename Tile::Shared& sha
   }
   cute::warpgroup_wait<0>();
   release(last);
-  fence();
+  fence_registers(d);
 }
 
 // The accumulators of the first piece, which makes the next one the first: registers have no addresses, and a branch
 // for each piece would cost more than these moves.
-template <int kSize, int kAll>
-__device__ inline void take(uint32_t (&d)[kAll], int32_t (&acc)[kSize]) {
+template <int kSize, int kAll, class Register, class Sum>
+__device__ inline void take(Register (&d)[kAll], Sum (&acc)[kSize]) {
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) acc[i] = static_cast<int32_t>(d[i]);
+  for (int i = 0; i < kSize; ++i) acc[i] = static_cast<Sum>(d[i]);
 #pragma unroll
   for (int i = 0; i + kSize < kAll; ++i) d[i] = d[i + kSize];
 }
 
-template <class Tile, class Epilogue>
-__device__ void finish_pieces(const KernelArgs& args, const TileWalk& tile, const typename Tile::Shared& shared,
-                              uint8_t* staging, int turn, int thread, uint32_t (&d)[Tile::kSize]) {
+// A warpgroup's part of a tile, from token `first` of it on.
+template <class Tile, class Epilogue, class Vectors>
+__device__ void finish_pieces(const KernelArgs& args, const TileWalk& tile, const Vectors& vectors, uint8_t* staging,
+                              int warpgroup, int first, int thread, typename Tile::Register (&d)[Tile::kSize]) {
   constexpr int kCount = Tile::kRowBlocks * Tile::kPieces;
   int buffer = 0;
 #pragma unroll(Epilogue::kUnrolled ? kCount : 1)
@@ -210,24 +214,25 @@ __device__ void finish_pieces(const KernelArgs& args, const TileWalk& tile, cons
     typename Tile::Piece piece;
     piece.m0 = tile.tile_m * Tile::kRows;
     piece.n0 = tile.tile_n * Tile::kCols;
-    piece.token = p / Tile::kPieces * 64;
+    piece.token = first + p / Tile::kPieces * 64;
     piece.channel = p % Tile::kPieces * Tile::kPieceCols;
     piece.thread = thread;
-    piece.barrier = static_cast<uint32_t>(turn);
+    piece.barrier = static_cast<uint32_t>(warpgroup);
     piece.staging = staging + buffer * Tile::Piece::kStagingBytes;
-    int32_t acc[Tile::Piece::kSize];
+    typename Tile::Sum acc[Tile::Piece::kSize];
     if constexpr (Epilogue::kUnrolled) {
 #pragma unroll
-      for (int i = 0; i < Tile::Piece::kSize; ++i) acc[i] = static_cast<int32_t>(d[p * Tile::Piece::kSize + i]);
+      for (int i = 0; i < Tile::Piece::kSize; ++i)
+        acc[i] = static_cast<typename Tile::Sum>(d[p * Tile::Piece::kSize + i]);
     } else {
       take(d, acc);
     }
     if (piece.m0 + piece.token >= args.output.m || piece.n0 + piece.channel >= args.output.n) continue;
-    Epilogue::finish(piece, args.epilogue, args.output, shared.vectors[turn], acc);
+    Epilogue::finish(piece, args.epilogue, args.output, vectors, acc);
     buffer ^= 1;
   }
   __syncwarp();
-  cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(turn));  // the staging may change
+  cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(warpgroup));  // the staging may change
 }
 
 template <class Tile, class Epilogue>
@@ -237,7 +242,7 @@ __device__ void consume_tiles(const KernelArgs& args, typename Tile::Shared& sha
   at.advance(turn * args.k_blocks);
   uint32_t phase = 0;
   for (TileWalk tile(args, turn, Tile::kTurns); tile.valid(); tile.next()) {
-    uint32_t d[Tile::kSize];
+    typename Tile::Register d[Tile::kSize];
     // A barrier's phase tells two neighbouring uses of a stage apart, no more: so the other warpgroup, whose stages
     // come before these, has to have seen all of them. The first tile of all waits for nobody.
     shared.turn_over[1 - turn].wait(turn == 0 ? phase ^ 1 : phase);
@@ -245,8 +250,37 @@ __device__ void consume_tiles(const KernelArgs& args, typename Tile::Shared& sha
     at.advance(Tile::kTurns * args.k_blocks);
     shared.vectors_full[turn].wait(phase);
     phase ^= 1;
-    finish_pieces<Tile, Epilogue>(args, tile, shared, staging, turn, thread, d);
+    finish_pieces<Tile, Epilogue>(args, tile, shared.vectors[turn], staging, turn, 0, thread, d);
     shared.vectors_empty[turn].arrive();
+  }
+}
+
+// filled: arrivals that fill a stage; freed, read: warpgroups' arrivals that free a stage, and threads' a tile's
+// vectors.
+template <class Tile>
+__device__ void init_barriers(const KernelArgs& args, typename Tile::Shared& shared, uint32_t filled, uint32_t freed,
+                              uint32_t read) {
+  cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.w_map));
+  cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.x_map));
+  for (int stage = 0; stage < Tile::kStages; ++stage) {
+    shared.full[stage].init(filled);
+    shared.empty[stage].init(freed);
+  }
+  for (int turn = 0; turn < Tile::kTurns; ++turn) {
+    shared.turn_over[turn].init(1);
+    shared.vectors_full[turn].init(32);
+    shared.vectors_empty[turn].init(read);
+  }
+  cutlass::arch::fence_barrier_init();
+}
+
+// All threads of the block, or of the cluster.
+__device__ inline void meet(const KernelArgs& args) {
+  __syncwarp();
+  if (args.cluster > 1) {
+    cute::cluster_sync();
+  } else {
+    __syncthreads();
   }
 }
 
@@ -256,35 +290,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_pingpong(const __grid_
   auto& shared = *reinterpret_cast<typename Tile::Shared*>(memory);
   uint8_t* ring = memory + Tile::kFixedBytes;
   const int thread = static_cast<int>(threadIdx.x);
-  const int lane = thread % 32;
-
-  if (thread == Tile::kProducer) {
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.w_map));
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.x_map));
-    for (int stage = 0; stage < Tile::kStages; ++stage) {
-      shared.full[stage].init(1);
-      shared.empty[stage].init(static_cast<uint32_t>(args.cluster));
-    }
-    for (int turn = 0; turn < Tile::kTurns; ++turn) {
-      shared.turn_over[turn].init(1);
-      shared.vectors_full[turn].init(32);
-      shared.vectors_empty[turn].init(128);
-    }
-    cutlass::arch::fence_barrier_init();
-  }
-  __syncwarp();
-  const auto meet = [&] {
-    if (args.cluster > 1) {
-      cute::cluster_sync();
-    } else {
-      __syncthreads();
-    }
-  };
-  meet();
+  if (thread == Tile::kProducer) init_barriers<Tile>(args, shared, 1, static_cast<uint32_t>(args.cluster), 128);
+  meet(args);
   if (thread >= Tile::kProducer) {
     cutlass::arch::warpgroup_reg_dealloc<Tile::kOtherRegisters>();
     if (thread == Tile::kProducer) produce_tiles<Tile>(args, shared, ring);
-    if (thread / 32 == Tile::kVectors / 32) read_vectors<Tile>(args, shared, lane);
+    if (thread / 32 == Tile::kVectors / 32) read_vectors<Tile>(args, shared, thread % 32);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();
     const int turn = warpgroup_of(thread);
@@ -292,7 +303,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_pingpong(const __grid_
     consume_tiles<Tile, Epilogue>(args, shared, ring, staging, turn, thread % 128);
   }
   __syncwarp();
-  meet();  // a block may still hear from the other: it must not end first
+  meet(args);  // a block may still hear from the other: it must not end first
 }
 
 }  // namespace octofuse::wgmma

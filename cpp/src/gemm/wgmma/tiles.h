@@ -1,62 +1,118 @@
 // The tiles of the wgmma kernels, in one list for the kernels and for select(). One costs about 2 s to compile.
 #pragma once
 
-// X(row_blocks, cols, form): 64 * row_blocks rows on wgmma's M side, cols on its N side. The lists are cut so that the
-// files compile side by side.
+#include "octofuse/gemm.h"
+
+// X(row_blocks, cols, form, arithmetic): 64 * row_blocks rows on wgmma's M side, cols on its N side. The lists are cut
+// so that the files compile side by side. Tiles that promote sums have room for two sets of them, and channels that
+// divide a block of 128.
 #define OCTOFUSE_WGMMA_NARROW_TILES(X) \
-  X(1, 64, kTokens)                    \
-  X(1, 96, kTokens)                    \
-  X(1, 128, kTokens)                   \
-  X(2, 64, kTokens)                    \
-  X(2, 96, kTokens)
+  X(1, 64, kTokens, kInt8)             \
+  X(1, 96, kTokens, kInt8)             \
+  X(1, 128, kTokens, kInt8)            \
+  X(2, 64, kTokens, kInt8)             \
+  X(2, 96, kTokens, kInt8)
 
 #define OCTOFUSE_WGMMA_BROAD_TILES(X) \
-  X(2, 128, kTokens)                  \
-  X(2, 144, kTokens)                  \
-  X(2, 192, kTokens)                  \
-  X(2, 240, kTokens)                  \
-  X(2, 256, kTokens)
+  X(2, 128, kTokens, kInt8)           \
+  X(2, 144, kTokens, kInt8)           \
+  X(2, 192, kTokens, kInt8)           \
+  X(2, 240, kTokens, kInt8)           \
+  X(2, 256, kTokens, kInt8)
 
 #define OCTOFUSE_WGMMA_FEW_TOKEN_TILES(X) \
-  X(1, 16, kSwapped)                      \
-  X(1, 32, kSwapped)                      \
-  X(1, 64, kSwapped)                      \
-  X(1, 80, kSwapped)                      \
-  X(1, 96, kSwapped)                      \
-  X(1, 112, kSwapped)                     \
-  X(1, 128, kSwapped)
+  X(1, 16, kSwapped, kInt8)               \
+  X(1, 32, kSwapped, kInt8)               \
+  X(1, 64, kSwapped, kInt8)               \
+  X(1, 80, kSwapped, kInt8)               \
+  X(1, 96, kSwapped, kInt8)               \
+  X(1, 112, kSwapped, kInt8)              \
+  X(1, 128, kSwapped, kInt8)
 
 #define OCTOFUSE_WGMMA_SWAPPED_TILES(X) \
-  X(2, 80, kSwapped)                    \
-  X(2, 96, kSwapped)                    \
-  X(2, 112, kSwapped)                   \
-  X(2, 128, kSwapped)                   \
-  X(2, 192, kSwapped)
+  X(2, 80, kSwapped, kInt8)             \
+  X(2, 96, kSwapped, kInt8)             \
+  X(2, 112, kSwapped, kInt8)            \
+  X(2, 128, kSwapped, kInt8)            \
+  X(2, 192, kSwapped, kInt8)
 
 #define OCTOFUSE_WGMMA_PINGPONG_TILES(X) \
-  X(2, 128, kPingpong)                   \
-  X(1, 128, kPingpong)
+  X(2, 128, kPingpong, kInt8)            \
+  X(1, 128, kPingpong, kInt8)
 
-#define OCTOFUSE_WGMMA_TILES(X)  \
-  OCTOFUSE_WGMMA_NARROW_TILES(X) \
-  OCTOFUSE_WGMMA_BROAD_TILES(X)  \
-  OCTOFUSE_WGMMA_FEW_TOKEN_TILES(X) OCTOFUSE_WGMMA_SWAPPED_TILES(X) OCTOFUSE_WGMMA_PINGPONG_TILES(X)
+#define OCTOFUSE_WGMMA_FLOAT8_TILES(X) \
+  X(1, 16, kTokens, kFloat8)           \
+  X(1, 32, kTokens, kFloat8)           \
+  X(1, 64, kTokens, kFloat8)           \
+  X(1, 128, kTokens, kFloat8)          \
+  X(2, 64, kTokens, kFloat8)           \
+  X(2, 128, kTokens, kFloat8)          \
+  X(1, 16, kSwapped, kFloat8)          \
+  X(1, 32, kSwapped, kFloat8)          \
+  X(1, 64, kSwapped, kFloat8)          \
+  X(2, 16, kSwapped, kFloat8)          \
+  X(2, 32, kSwapped, kFloat8)          \
+  X(2, 64, kSwapped, kFloat8)
+
+#define OCTOFUSE_WGMMA_FLOAT8_FAST_TILES(X) \
+  X(1, 16, kTokens, kFloat8Fast)            \
+  X(1, 32, kTokens, kFloat8Fast)            \
+  X(1, 64, kTokens, kFloat8Fast)            \
+  X(1, 128, kTokens, kFloat8Fast)           \
+  X(2, 64, kTokens, kFloat8Fast)            \
+  X(2, 96, kTokens, kFloat8Fast)            \
+  X(2, 128, kTokens, kFloat8Fast)           \
+  X(2, 192, kTokens, kFloat8Fast)           \
+  X(2, 256, kTokens, kFloat8Fast)           \
+  X(1, 16, kSwapped, kFloat8Fast)           \
+  X(1, 32, kSwapped, kFloat8Fast)           \
+  X(1, 64, kSwapped, kFloat8Fast)           \
+  X(1, 96, kSwapped, kFloat8Fast)           \
+  X(1, 128, kSwapped, kFloat8Fast)          \
+  X(2, 16, kSwapped, kFloat8Fast)           \
+  X(2, 32, kSwapped, kFloat8Fast)           \
+  X(2, 64, kSwapped, kFloat8Fast)
+
+#define OCTOFUSE_WGMMA_FLOAT8_PINGPONG_TILES(X) \
+  X(2, 128, kPingpong, kFloat8Fast)             \
+  X(1, 128, kPingpong, kFloat8Fast)
+
+#define OCTOFUSE_WGMMA_FLOAT8_COOPERATIVE_TILES(X) X(2, 128, kCooperative, kFloat8)
+
+#define OCTOFUSE_WGMMA_E5M2_TILES(X) \
+  X(1, 32, kTokens, kE5M2)           \
+  X(1, 64, kTokens, kE5M2)           \
+  X(2, 128, kTokens, kE5M2)          \
+  X(1, 16, kSwapped, kE5M2)          \
+  X(1, 64, kSwapped, kE5M2)
+
+#define OCTOFUSE_WGMMA_TILES(X)       \
+  OCTOFUSE_WGMMA_NARROW_TILES(X)      \
+  OCTOFUSE_WGMMA_BROAD_TILES(X)       \
+  OCTOFUSE_WGMMA_FEW_TOKEN_TILES(X)   \
+  OCTOFUSE_WGMMA_SWAPPED_TILES(X)     \
+  OCTOFUSE_WGMMA_PINGPONG_TILES(X)    \
+  OCTOFUSE_WGMMA_FLOAT8_TILES(X)      \
+  OCTOFUSE_WGMMA_FLOAT8_FAST_TILES(X) \
+  OCTOFUSE_WGMMA_FLOAT8_PINGPONG_TILES(X) OCTOFUSE_WGMMA_FLOAT8_COOPERATIVE_TILES(X) OCTOFUSE_WGMMA_E5M2_TILES(X)
 
 namespace octofuse::wgmma {
 
 enum class Form {
-  kTokens,    // rows are tokens; a block computes one tile
-  kSwapped,   // cols are tokens; a block computes one tile
-  kPingpong,  // rows are tokens; a block works through many tiles, its two warpgroups taking turns
+  kTokens,       // rows are tokens; a block computes one tile
+  kSwapped,      // cols are tokens; a block computes one tile
+  kPingpong,     // rows are tokens; a block works through many tiles, its two warpgroups taking turns
+  kCooperative,  // the same, the warpgroups sharing every tile
 };
 
 struct TileShape {
   int rows, cols;
   Form form;
+  Arithmetic arithmetic;
 };
 
 inline constexpr TileShape kTiles[] = {
-#define OCTOFUSE_ROW(row_blocks, cols, form) {64 * (row_blocks), cols, Form::form},
+#define OCTOFUSE_ROW(row_blocks, cols, form, arithmetic) {64 * (row_blocks), cols, Form::form, Arithmetic::arithmetic},
     OCTOFUSE_WGMMA_TILES(OCTOFUSE_ROW)
 #undef OCTOFUSE_ROW
 };
