@@ -91,6 +91,8 @@ def float8_cases(chosen: list[str]) -> int:
         x, w, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
         qw, sw = octofuse.quantize_per_token(w, e4m3)
         for engine in [name for name in chosen if name.startswith(("wgmma_float8", "wgmma_e5m2"))]:
+            if m > 1000 and "pingpong" not in engine and "cooperative" not in engine:
+                continue
             fast = engine.startswith("wgmma_float8_fast")
             dtype = torch.float8_e5m2 if "e5m2" in engine else e4m3
             q, s = octofuse.quantize_per_token(x.cuda(), dtype)

@@ -20,7 +20,8 @@ def test_candidates_are_named_once() -> None:
     names = _C.candidates()
     assert len(names) == len(set(names))
     assert {name.split("/")[0] for name in names} == {
-        "skinny", "wgmma", "wgmma_float8", "wgmma_float8_fast", "wgmma_e5m2", "cutlass_sm90", "cutlass_sm80", "cublaslt", "naive"
+        "skinny", "wgmma", "wgmma_float8", "wgmma_float8_fast", "wgmma_e5m2", "cutlass_sm90", "cutlass_sm80",
+        "cublaslt", "naive",
     }  # fmt: skip
 
 
