@@ -114,6 +114,29 @@ def gemm() -> str:
     return lines(heads, rows)
 
 
+def float8() -> str:
+    """Some of the shapes, and means over all of them."""
+    found = result("h200/float8")
+    names = ("fast", "exact sums", "blocks", "int8", "torch row, fast", "torch tensor, fast")
+    rows = []
+    for row in found["rows"]:
+        if (row["N"], row["K"]) in ((4096, 4096), (28672, 4096), (8192, 28672)) and row["M"] in (
+            1,
+            16,
+            64,
+            256,
+            1000,
+            4096,
+        ):
+            rows.append((f"{row['M']}, {row['N']}, {row['K']}", *(us(row.get(name)) for name in names)))
+    means = [
+        f"{what}: {found[what]}" for what in found if what.startswith(("torch's", "the same", "fast over", "rate of"))
+    ]
+    weights = len({(row["N"], row["K"]) for row in found["rows"]})
+    summary = f"Over all {len(found['rows'])} shapes of {weights} weights: {'; '.join(means)}."
+    return f"{lines(('M, N, K', *names), rows)}\n\n{summary}"
+
+
 def lowbit() -> str:
     names = ("w8a16", "w4a16", "w3a16", "w2a16", "w1a16", "bcq-q4", "bcq-q3", "bcq-q2", "bcq-q1", "sparse12")
     rows = []
@@ -250,7 +273,7 @@ def files() -> str:
 
 def versions() -> str:
     found = result("h200/gemm")
-    names = ("tests", "gemm", "decode", "gpt2", "lowbit", "files")
+    names = ("tests", "gemm", "float8", "decode", "gpt2", "lowbit", "files")
     ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in names]
     return (
         f"One H200, torch {found['torch']}, driver {found['driver']}, cuBLASLt {found['cublaslt']}. `cpp/` was, for "
@@ -261,7 +284,7 @@ def versions() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        highlights, schemes, costs, gemm, lowbit, decoders, decoder_loads, decoders_h100, decoder_loads_h100, gpt2, batches,
+        highlights, schemes, costs, gemm, float8, lowbit, decoders, decoder_loads, decoders_h100, decoder_loads_h100, gpt2, batches,
         files, cpu_avx2, cpu_avx512, llama_cpp, machines, tests, versions,
     )
 }  # fmt: skip

@@ -63,7 +63,8 @@ def served(call, engine: str):
 
 
 def engines(device: str) -> tuple[str, ...]:
-    return octofuse.engines(device)
+    """Those that multiply int8."""
+    return tuple(name for name in octofuse.engines(device) if not name.startswith(("wgmma_float8", "wgmma_e5m2")))
 
 
 # ---- weights of few bits ----

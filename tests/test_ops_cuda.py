@@ -129,7 +129,7 @@ def test_explain_names_what_runs() -> None:
     p = operands(64, 256, 128, "cuda")
     told = octofuse.explain(p.x, p.w)
     assert told.chosen in octofuse.engines("cuda")
-    assert {name for name, _ in told.declined} == set(octofuse.engines("cuda")) - {told.chosen}
+    assert {name for name, _ in told.declined} == set(engines("cuda")) - {told.chosen}
     with pytest.raises(ValueError, match="N must be a multiple of 4"):
         octofuse.explain(p.x, p.w[:7], engine="cublaslt")
 

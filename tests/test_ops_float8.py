@@ -52,6 +52,7 @@ def test_values_and_their_rounding(dtype: torch.dtype, device: str) -> None:
     g = torch.Generator().manual_seed(0)
     ties = (every.float()[1:] + every.float()[:-1]) / 2
     random = torch.randn(20000, generator=g) * 10 ** torch.empty(20000).uniform_(-6, 3, generator=g)
+    ties = ties[~ties.isnan()]
     values = torch.cat([random, ties, torch.tensor([0.0, -0.0, 448.0, 464.0, 465.0, 1e30, -1e30, float("inf")])])
     largest = reference.LARGEST[dtype]
     expected = values.clamp(-largest, largest).to(dtype)

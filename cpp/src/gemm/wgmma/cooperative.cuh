@@ -16,30 +16,15 @@ struct CooperativeTile : PingpongTile<2, kCols_, kArithmetic_> {
   static constexpr int kSize = kCols_ / 2;
   static constexpr int kConsumerRegisters = 224;
   static constexpr int kOtherRegisters = 56;
-  static constexpr int kFactors = Base::kVectors + 32;
-  static constexpr int kFactorBytes = Base::kRows * static_cast<int>(sizeof(float));
-  static constexpr int kStages =
-      (227 * 1024 - Base::kFixedBytes - Base::kStagingBytes) / (Base::kStageBytes + kFactorBytes);
-  static constexpr int kStagingAt = kStages * (Base::kStageBytes + kFactorBytes);  // behind the ring's begin
-  static constexpr int kSharedBytes = Base::kFixedBytes + kStagingAt + Base::kStagingBytes;
+  static constexpr int kFactors = Base::kVectors + 32;  // the warp that reads scales
+  using Factors = FactorRing<Base::kRows, Base::kProducer>;
+  struct Shared : Base::Shared {
+    Factors factors;
+  };
+  static constexpr int kFixedBytes = (static_cast<int>(sizeof(Shared)) + 1023) / 1024 * 1024;
+  static constexpr int kStages = (227 * 1024 - kFixedBytes - Base::kStagingBytes) / Base::kStageBytes;
+  static constexpr int kSharedBytes = kFixedBytes + kStages * Base::kStageBytes + Base::kStagingBytes;
 };
-
-template <class Tile>
-__device__ void feed_tiles_factors(const KernelArgs& args, typename Tile::Shared& shared, float* factors, int lane) {
-  if (args.x_blocks.data == nullptr) return;
-  wait_for_predecessors();
-  Ring<Tile::kStages> at;
-  for (TileWalk tile(args, 0, 1); tile.valid(); tile.next()) {
-    FactorReader<Tile::kRows> reader(args, tile.tile_m * Tile::kRows, tile.tile_n * Tile::kCols, lane);
-    reader.for_each([&](int, const auto& of_lane) {
-      shared.empty[at.stage].wait(at.phase ^ 1);
-      store_factors<Tile::kRows>(factors + at.stage * Tile::kRows, of_lane, lane);
-      __syncwarp();
-      if (lane == 0) shared.full[at.stage].arrive();
-      at.advance(1);
-    });
-  }
-}
 
 // This warpgroup's product over all of K, from the ring's position `at`. Blocks come in pairs: while the first one's
 // sums are added to the others, the tensor cores multiply the second. (A product in flight across the loop's end is
@@ -48,15 +33,15 @@ template <class Tile>
 class HalfProduct {
  public:
   __device__ HalfProduct(const KernelArgs& args, typename Tile::Shared& shared, const uint8_t* ring,
-                         const float* factors, Ring<Tile::kStages> at, int warpgroup, int thread)
+                         FactorReader<typename Tile::Factors, false, Tile::kCols>& reader, Ring<Tile::kStages> at,
+                         int warpgroup, int thread)
       : args_(args),
         shared_(shared),
-        factors_(factors),
+        reader_(reader),
         a_(tile_descriptor(ring + warpgroup * 64 * kBlockK)),
         b_(tile_descriptor(ring + Tile::kBytesA)),
         ahead_(at),
         at_(at),
-        row_(64 * warpgroup),
         thread_(thread) {}
 
   __device__ void add_to(float (&sums)[Tile::kSize]) {
@@ -67,12 +52,12 @@ class HalfProduct {
     for (int pair = 0; pair < pairs; ++pair) {
       multiply(even);
       multiply(odd);
-      add<1>(even, sums);
-      add<0>(odd, sums);
+      add<1>(even, sums, false);
+      add<0>(odd, sums, 2 * pair + 2 == args_.k_blocks);
     }
     if (args_.k_blocks % 2 != 0) {
       multiply(even);
-      add<0>(even, sums);
+      add<0>(even, sums, true);
     }
   }
 
@@ -90,24 +75,23 @@ class HalfProduct {
     ahead_.advance(1);
   }
 
-  // Once all but the last kLater products are there.
+  // Once all but the last kLater products are there; is_last: of its tile.
   template <int kLater>
-  __device__ void add(float (&d)[Tile::kSize], float (&sums)[Tile::kSize]) {
-    if (args_.x_blocks.data != nullptr) of_block_.load(factors_ + at_.stage * Tile::kRows, row_, thread_);
+  __device__ void add(float (&d)[Tile::kSize], float (&sums)[Tile::kSize], bool is_last) {
+    reader_.next(is_last);
     cute::warpgroup_wait<kLater>();
     fence_registers(d);
-    release_factors(shared_.empty[at_.stage], thread_, args_.cluster);
-    of_block_.add(d, sums);
+    if (thread_ < args_.cluster) shared_.empty[at_.stage].arrive(static_cast<uint32_t>(thread_));
+    reader_.factors.add(d, sums);
     at_.advance(1);
   }
 
   const KernelArgs& args_;
   typename Tile::Shared& shared_;
-  const float* factors_;
+  FactorReader<typename Tile::Factors, false, Tile::kCols>& reader_;
   uint64_t a_, b_;
   Ring<Tile::kStages> ahead_, at_;  // of the block that is multiplied next, and of the one that is added
-  int row_, thread_;
-  BlockFactors<false, Tile::kCols> of_block_;
+  int thread_;
 };
 
 template <class Tile, class Epilogue>
@@ -115,28 +99,34 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_cooperative(const __gr
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<typename Tile::Shared*>(memory);
   uint8_t* ring = memory + Tile::kFixedBytes;
-  auto* factors = reinterpret_cast<float*>(ring + Tile::kStages * Tile::kStageBytes);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == Tile::kProducer) {
-    const bool scaled = args.x_blocks.data != nullptr;
-    init_barriers<Tile>(args, shared, scaled ? 2 : 1, 2 * kReaders * static_cast<uint32_t>(args.cluster), 256);
+    shared.factors.init();
+    init_barriers<Tile>(args, shared, 1, 2 * static_cast<uint32_t>(args.cluster), 256);
   }
   meet(args);
   if (thread >= Tile::kProducer) {
     cutlass::arch::warpgroup_reg_dealloc<Tile::kOtherRegisters>();
     if (thread == Tile::kProducer) produce_tiles<Tile>(args, shared, ring);
     if (thread / 32 == Tile::kVectors / 32) read_vectors<Tile>(args, shared, thread % 32);
-    if (thread / 32 == Tile::kFactors / 32) feed_tiles_factors<Tile>(args, shared, factors, thread % 32);
+    if (thread / 32 == Tile::kFactors / 32 && args.x_blocks.data != nullptr) {
+      wait_for_predecessors();
+      FactorWriter<typename Tile::Factors, Tile::kRows> writer(args, shared.factors, thread % 32);
+      for (TileWalk tile(args, 0, 1); tile.valid(); tile.next()) {
+        writer.write(tile.tile_m * Tile::kRows, tile.tile_n * Tile::kCols);
+      }
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();
     const int warpgroup = warpgroup_of(thread);
-    uint8_t* staging = ring + Tile::kStagingAt + warpgroup * 2 * Tile::Piece::kStagingBytes;
+    uint8_t* staging = ring + Tile::kStages * Tile::kStageBytes + warpgroup * 2 * Tile::Piece::kStagingBytes;
+    FactorReader<typename Tile::Factors, false, Tile::kCols> reader(args, shared.factors, 64 * warpgroup, thread % 128);
     Ring<Tile::kStages> at;
     int slot = 0;
     uint32_t phase = 0;
     for (TileWalk tile(args, 0, 1); tile.valid(); tile.next()) {
       float sums[Tile::kSize];
-      HalfProduct<Tile>(args, shared, ring, factors, at, warpgroup, thread % 128).add_to(sums);
+      HalfProduct<Tile>(args, shared, ring, reader, at, warpgroup, thread % 128).add_to(sums);
       at.advance(args.k_blocks);
       shared.vectors_full[slot].wait(phase);
       finish_pieces<Tile, Epilogue>(args, tile, shared.vectors[slot], staging, warpgroup, 64 * warpgroup, thread % 128,

@@ -47,12 +47,13 @@ struct Tile {
   static constexpr int kThreads = kConsumers + 64;
   static constexpr int kBytesA = kRows * kBlockK;
   static constexpr int kStageBytes = (kRows + kCols) * kBlockK;
-  // Behind the ring, for every stage: the factors of its block's sums.
-  static constexpr int kFactorBytes = promotes(kArithmetic) ? kTokens * static_cast<int>(sizeof(float)) : 0;
   static_assert(!promotes(kArithmetic) || kScaleBlock % kChannels == 0, "channels must lie in one block");
+  struct NoFactors {};
+  using Factors = std::conditional_t<promotes(kArithmetic), FactorRing<kTokens, kConsumers>, NoFactors>;
   struct Shared {
     FullBarrier full[kMaxStages];
     EmptyBarrier empty[kMaxStages];
+    Factors factors;
     TileVectors<kTokens, kChannels> vectors;
   };
   static constexpr int kFixedBytes = (static_cast<int>(sizeof(Shared)) + 1023) / 1024 * 1024;
@@ -191,9 +192,7 @@ __device__ void multiply(const KernelArgs& args, const Place& place, typename Ti
 template <class Tile>
 __device__ void multiply_promoted(const KernelArgs& args, const Place& place, typename Tile::Shared& shared,
                                   const uint8_t* ring, int warpgroup, int thread, float (&sums)[Tile::kCols / 2]) {
-  const auto* factors = reinterpret_cast<const float*>(ring + args.stages * Tile::kStageBytes);
-  const bool scaled = args.x_blocks.data != nullptr;
-  BlockFactors<Tile::kSwap, Tile::kCols> of_block;
+  FactorReader<typename Tile::Factors, Tile::kSwap, Tile::kCols> reader(args, shared.factors, 64 * warpgroup, thread);
 #pragma unroll
   for (float& sum : sums) sum = 0.0F;
   const uint64_t a0 = tile_descriptor(ring + warpgroup * 64 * kBlockK);
@@ -211,36 +210,16 @@ __device__ void multiply_promoted(const KernelArgs& args, const Place& place, ty
       Mma<typename Tile::Instruction, Tile::kCols>::run(a0 + offset + 2 * step, b0 + offset + 2 * step, d, step > 0);
     }
     cute::warpgroup_commit_batch();
-    if (scaled) of_block.load(factors + stage * Tile::kTokens, 64 * warpgroup, thread);
+    reader.next(i == place.k_count - 1);
     cute::warpgroup_wait<0>();
     fence_registers(d);
-    release_factors(shared.empty[stage], thread);
-    of_block.add(d, sums);
+    if (thread == 0) shared.empty[stage].arrive();
+    reader.factors.add(d, sums);
     if (++stage == args.stages) {
       stage = 0;
       phase ^= 1;
     }
   }
-}
-
-// A warp lays the factors of every block beside its operands.
-template <class Tile>
-__device__ void feed_factors(const KernelArgs& args, typename Tile::Shared& shared, uint8_t* ring, int m0, int n0,
-                             int lane) {
-  auto* factors = reinterpret_cast<float*>(ring + args.stages * Tile::kStageBytes);
-  FactorReader<Tile::kTokens> reader(args, m0, n0, lane);
-  int stage = 0;
-  uint32_t phase = 1;
-  reader.for_each([&](int, const auto& of_lane) {
-    shared.empty[stage].wait(phase);
-    store_factors<Tile::kTokens>(factors + stage * Tile::kTokens, of_lane, lane);
-    __syncwarp();
-    if (lane == 0) shared.full[stage].arrive();
-    if (++stage == args.stages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  });
 }
 
 // Fragments to [tokens][channels] in shared memory.
@@ -307,9 +286,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
   Producer<Tile> feed(args, place, shared, ring, m0, n0);
   if (producer) {
     const int lane = thread - Tile::kProducer;
+    if constexpr (promotes(Tile::kArithmetic)) {
+      if (lane == 0) shared.factors.init();
+    }
     if (lane < args.stages) {
-      shared.full[lane].init(args.x_blocks.data == nullptr ? 1 : 2);  // the producer, and the factors
-      shared.empty[lane].init(Tile::kWarpgroups * (promotes(Tile::kArithmetic) ? kReaders : 1));
+      shared.full[lane].init(1);
+      shared.empty[lane].init(Tile::kWarpgroups);
       cutlass::arch::fence_barrier_init();
     }
     __syncwarp();
@@ -326,7 +308,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
   if (rehearses) {
     pending.load(args.epilogue, args.output, m0, n0, args.constant_weight, thread - Tile::kVectors);
     if constexpr (promotes(Tile::kArithmetic)) {
-      if (args.x_blocks.data != nullptr) feed_factors<Tile>(args, shared, ring, m0, n0, thread - Tile::kVectors);
+      if (args.x_blocks.data != nullptr) {
+        FactorWriter<typename Tile::Factors, Tile::kTokens>(args, shared.factors, thread - Tile::kVectors)
+            .write(m0, n0);
+      }
     }
     share.rehearse();
     accs = reinterpret_cast<const Sum*>(&shared.vectors);  // whatever lies there: nothing comes of it

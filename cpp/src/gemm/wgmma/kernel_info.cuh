@@ -46,7 +46,7 @@ KernelInfo describe() {
     return {reinterpret_cast<const void*>(gemm_wgmma<T>),
             T::kThreads,
             T::kFixedBytes,
-            T::kStageBytes + T::kFactorBytes,
+            T::kStageBytes,
             T::kEpilogueBytes,
             {}};
   }

@@ -1,8 +1,8 @@
 // Sums of float8 products, in two steps: the tensor cores add up a block of 128 columns, and the blocks, each times the
 // factor of its scales, are added in fp32: sum = fma(block, x_scale * w_scale, sum), from the first block to the last.
 //
-// A warp beside the producer reads the scales, far enough ahead to hide memory's latency, and lays the factors of a
-// block beside its operands in the ring. Without scales all factors are 1, and there is nothing to read.
+// A warp beside the producer reads the scales, far enough ahead to hide memory's latency, and hands the factors on in a
+// ring of their own. Without scales all factors are 1, and there is nothing to read.
 #pragma once
 
 #include "device/chain.cuh"
@@ -19,89 +19,85 @@ constexpr bool promotes(Arithmetic arithmetic) {
   return arithmetic == Arithmetic::kFloat8 || arithmetic == Arithmetic::kE5M2;
 }
 
-// The factors of kTokens tokens beside the channels of one block of 128, a few blocks of columns at a time.
-template <int kTokens>
-class FactorReader {
- public:
-  static constexpr int kBlocks = kTokens < 128 ? 4 : 2;  // read at once
+// Where the factors of a tile's tokens wait for their blocks, kBlocks of them together. Every lane that writes and
+// every thread that reads says so for itself.
+template <int kTokens, int kReaders>
+struct FactorRing {
+  static constexpr int kBlocks = kTokens < 128 ? 4 : 2;
+  static constexpr int kSlots = 4;
+  EmptyBarrier full[kSlots], empty[kSlots];
+  alignas(16) float values[kSlots][kBlocks][kTokens];
 
-  __device__ FactorReader(const KernelArgs& args, int m0, int n0, int lane) : args_(args), m0_(m0), lane_(lane) {
-    // A tile that reaches beyond the last channel begins before it.
-    w_ = args.w_blocks.data + n0 / static_cast<int>(kScaleBlock) * args.w_blocks.row;
-    read(0);
+  __device__ void init() {
+    for (int slot = 0; slot < kSlots; ++slot) {
+      full[slot].init(32);
+      empty[slot].init(kReaders);
+    }
   }
+};
 
-  // Hands the blocks in order to store(block, factors): factors[i] is that of token 32 * i + lane.
-  template <class Store>
-  __device__ void for_each(Store store) {
+// A warp's view of the ring: it reads scales of tile after tile and writes their products.
+template <class Ring, int kTokens>
+class FactorWriter {
+  static constexpr int kBlocks = Ring::kBlocks;
+  static constexpr int kOfLane = (kTokens + 31) / 32;
+
+ public:
+  __device__ FactorWriter(const KernelArgs& args, Ring& ring, int lane) : args_(args), ring_(ring), lane_(lane) {}
+
+  // The tile whose first token and channel these are.
+  __device__ void write(int m0, int n0) {
+    const float* w = args_.w_blocks.data + n0 / static_cast<int>(kScaleBlock) * args_.w_blocks.row;
+    read(w, m0, 0);
     for (int first = 0; first < args_.k_blocks; first += kBlocks) {
-      float now[kBlocks][kOfLane];
+      float factors[kBlocks][kOfLane];
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
-        for (int i = 0; i < kOfLane; ++i) now[b][i] = __fmul_rn(x_scale_[b][i], w_scale_[b]);
+        for (int i = 0; i < kOfLane; ++i) factors[b][i] = __fmul_rn(x_scale_[b][i], w_scale_[b]);
       }
-      read(first + kBlocks);
+      read(w, m0, first + kBlocks);
+      ring_.empty[slot_].wait(phase_ ^ 1);
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
-        if (first + b < args_.k_blocks) store(first + b, now[b]);
+#pragma unroll
+        for (int i = 0; i < kOfLane; ++i) {
+          if (32 * i + lane_ < kTokens) ring_.values[slot_][b][32 * i + lane_] = factors[b][i];
+        }
+      }
+      ring_.full[slot_].arrive();
+      if (++slot_ == Ring::kSlots) {
+        slot_ = 0;
+        phase_ ^= 1;
       }
     }
   }
 
  private:
-  static constexpr int kOfLane = (kTokens + 31) / 32;
-
-  __device__ void read(int first) {
+  __device__ void read(const float* w, int m0, int first) {
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       const int64_t block = min(first + b, args_.k_blocks - 1);
-      w_scale_[b] = w_[block * args_.w_blocks.step];
+      w_scale_[b] = w[block * args_.w_blocks.step];
       const float* x = args_.x_blocks.data + block * args_.x_blocks.step;
 #pragma unroll
       for (int i = 0; i < kOfLane; ++i) {
-        x_scale_[b][i] = x[min(m0_ + 32 * i + lane_, args_.output.m - 1) * args_.x_blocks.row];
+        x_scale_[b][i] = x[min(m0 + 32 * i + lane_, args_.output.m - 1) * args_.x_blocks.row];
       }
     }
   }
 
   const KernelArgs& args_;
-  const float* w_;
-  int m0_, lane_;
+  Ring& ring_;
+  int lane_, slot_ = 0;
+  uint32_t phase_ = 0;
   float x_scale_[kBlocks][kOfLane], w_scale_[kBlocks];
 };
-
-// Warps of a warpgroup that say that they are done with a stage: each for itself, since a warp's reads of factors,
-// unlike the tensor cores' of operands, are not its warpgroup's.
-constexpr uint32_t kReaders = 4;
-
-// Frees the stage in this block, or in the first `blocks` blocks of the cluster.
-__device__ inline void release_factors(EmptyBarrier& empty, int thread) {
-  __syncwarp();
-  if (thread % 32 == 0) empty.arrive();
-}
-__device__ inline void release_factors(EmptyBarrier& empty, int thread, int blocks) {
-  __syncwarp();
-  if (thread % 32 < blocks) empty.arrive(static_cast<uint32_t>(thread % 32));
-}
-
-template <int kTokens, size_t kOfLane>
-__device__ inline void store_factors(float* to, const float (&factors)[kOfLane], int lane) {
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(kOfLane); ++i) {
-    if (32 * i + lane < kTokens) to[32 * i + lane] = factors[i];
-  }
-}
 
 // The factors of a thread's fragment of 64 x kCols: of the side that is x it has two tokens, or swapped kCols / 4.
 template <bool kSwap, int kCols>
 struct BlockFactors {
   float of_token[kSwap ? kCols / 4 : 2];
-
-  __device__ BlockFactors() {
-#pragma unroll
-    for (float& factor : of_token) factor = 1.0F;
-  }
 
   // factors: of the tile's tokens; row: this warpgroup's first one; thread: of the warpgroup.
   __device__ void load(const float* factors, int row, int thread) {
@@ -124,6 +120,39 @@ struct BlockFactors {
       sums[i] = __fmaf_rn(block[i], of_token[kSwap ? i / 4 * 2 + i % 2 : i / 2 % 2], sums[i]);
     }
   }
+};
+
+// A thread's view of the ring: the factors of its fragment, block after block. Without scales they stay 1.
+template <class Ring, bool kSwap, int kCols>
+class FactorReader {
+ public:
+  BlockFactors<kSwap, kCols> factors;
+
+  __device__ FactorReader(const KernelArgs& args, Ring& ring, int row, int thread)
+      : ring_(ring), scaled_(args.x_blocks.data != nullptr), row_(row), thread_(thread) {
+#pragma unroll
+    for (float& factor : factors.of_token) factor = 1.0F;
+  }
+
+  // is_last: of its tile.
+  __device__ void next(bool is_last) {
+    if (!scaled_) return;
+    if (block_ == 0) ring_.full[slot_].wait(phase_);
+    factors.load(ring_.values[slot_][block_], row_, thread_);
+    if (++block_ < Ring::kBlocks && !is_last) return;
+    ring_.empty[slot_].arrive();
+    block_ = 0;
+    if (++slot_ == Ring::kSlots) {
+      slot_ = 0;
+      phase_ ^= 1;
+    }
+  }
+
+ private:
+  Ring& ring_;
+  bool scaled_;
+  int row_, thread_, slot_ = 0, block_ = 0;
+  uint32_t phase_ = 0;
 };
 
 }  // namespace octofuse::wgmma
