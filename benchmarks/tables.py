@@ -284,8 +284,8 @@ def versions() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        highlights, schemes, costs, gemm, float8, lowbit, decoders, decoder_loads, decoders_h100, decoder_loads_h100, gpt2, batches,
-        files, cpu_avx2, cpu_avx512, llama_cpp, machines, tests, versions,
+        highlights, schemes, costs, gemm, float8, lowbit, decoders, decoder_loads, decoders_h100, decoder_loads_h100, gpt2,
+        batches, files, cpu_avx2, cpu_avx512, llama_cpp, machines, tests, versions,
     )
 }  # fmt: skip
 
