@@ -117,6 +117,21 @@ def test_models_generate(scheme: str, device: str) -> None:
     assert once[0] == twice[0]
 
 
+@pytest.mark.parametrize("scheme", ["fp8-static", "w8a8-static"])
+@pytest.mark.parametrize("other", ["fp8-static", "w8a8-static", "fp8-block128"])
+def test_layers_of_other_types_beside_each_other(scheme: str, other: str) -> None:
+    """What one layer hands to the next in 8 bits has to be in its type."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    plain = GPT2LMHeadModel(GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=320, n_positions=64)).eval()
+    for name in ("mlp.c_proj", "mlp.c_fc", "attn.c_proj"):
+        model = quantize_(copy.deepcopy(plain), scheme, [ids()], exceptions={name: other}, progress=False)
+        prompt = ids()[:1]
+        by_transformers = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.shape[1] :].tolist()
+        assert octofuse.generate(model, prompt.tolist(), 6)[0] == by_transformers
+
+
 @pytest.mark.parametrize("form", ["octofuse", "compressed-tensors"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_files_give_the_layers_back(scheme: str, form: str, tmp_path: Path) -> None:

@@ -247,6 +247,19 @@ def test_quantized_linear_is_its_parts(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_the_output_may_be_the_residual(device: str) -> None:
+    x, w, x_scale, w_scale, bias = made(5, 200, 256, device)
+    for dtype in FLOATS:
+        for activation in (None, "silu"):
+            residual = torch.randn(5, 200, device=device).to(dtype)
+            more: dict[str, Any] = {"activation": activation, "out_dtype": dtype}
+            expected = octofuse.linear(x, w, x_scale, w_scale, bias, residual=residual, **more)
+            out = residual.clone()
+            assert octofuse.linear(x, w, x_scale, w_scale, bias, residual=out, out=out, **more) is out
+            assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_int8_by_the_same_name(device: str) -> None:
     x = torch.randint(-128, 128, (5, 40), dtype=torch.int8, device=device)
     w = torch.randint(-128, 128, (12, 40), dtype=torch.int8, device=device)

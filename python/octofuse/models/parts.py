@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.models.architecture import Architecture, Heads
-from octofuse.nn import EightBitLinear, Int8Linear, Norm, PackedLinear, fused_layer, joined
+from octofuse.nn import EightBitLinear, Float8Linear, Int8Linear, Norm, PackedLinear, fused_layer, joined
 from octofuse.nn.floating import Fused
 from octofuse.nn.order import fold_order_
 from octofuse.ops.activations import Activation
@@ -122,9 +122,9 @@ def _adds_alone(norm: Norm | None, multiplier: float) -> bool:
 
 
 def _handed_on(parts: Parts) -> Tensor | None:
-    """down's static scale, if up can write what down reads: int8 comes from every layer, float8 from its like."""
-    alike = len(parts.up) == 1 and type(parts.up[0]) is type(parts.down)
-    return parts.down.input_scale if alike or isinstance(parts.down, Int8Linear) else None
+    """down's static scale, if up can write what down reads: float8 layers write and read float8, others int8."""
+    writes, reads = (isinstance(layer, Float8Linear) for layer in (parts.up[0], parts.down))
+    return parts.down.input_scale if writes == reads else None
 
 
 def _multiplies_gates(parts: Parts) -> PackedLinear | None:
