@@ -17,6 +17,7 @@ from octofuse import reference
 from octofuse.models import quantize_
 from octofuse.nn import EightBitLinear, Float8Linear, Int8Linear, joined, linear_layers, quantised_layer
 from octofuse.quant import Scheme, scheme_named
+from octofuse.quant.affine import quantize_weight
 
 SCHEMES = ("fp8-dynamic", "fp8-static", "fp8-block128", "fp8-dynamic-tensor", "fp8-static-tensor")
 E4M3 = torch.float8_e4m3fn
@@ -90,6 +91,33 @@ def test_joined_layers_give_the_same(scheme: str) -> None:
     assert all(torch.equal(layer(x), y) for layer, y in zip(layers, before, strict=True))
     if scheme == "fp8-block128":
         assert joined([layer_of(scheme, 130), layer_of(scheme, 256)]) is None
+
+
+def test_blocks_of_wide_weights() -> None:
+    """Weights are quantised in parts: blocks must not begin anew in each."""
+    w = torch.randn(1024, 14336, generator=torch.Generator().manual_seed(0))
+    codes, scales = quantize_weight(w, scheme_named("fp8-block128"))
+    assert torch.equal(scales, reference.block_scales(w, 128))
+    spread = reference.expanded(scales, 1024, 14336, 128)
+    assert torch.equal(codes.view(torch.int8), reference.quantize(w, spread, E4M3).view(torch.int8))
+
+
+def test_joining_keeps_how_sums_are_made() -> None:
+    layers = [layer_of("fp8-dynamic", 128), layer_of("fp8-dynamic", 64)]
+    layers[0].fast_accumulate = False
+    assert joined(layers) is None
+    assert joined([layer_of("fp8-block128", 128, 128), layer_of("fp8-block128", 64, 128)]) is None
+
+
+def test_a_cast_that_fails_leaves_the_layer_whole() -> None:
+    layer = layer_of("fp8-dynamic")
+    with pytest.raises(RuntimeError, match="no room"):
+        layer._apply(no_room)
+    assert layer.weight.dtype == E4M3
+
+
+def no_room(_: Tensor) -> Tensor:
+    raise RuntimeError("no room")
 
 
 def test_schemes_refuse_what_does_not_fit() -> None:
@@ -174,6 +202,9 @@ def test_transformers_own_fp8_blocks(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             octofuse.from_pretrained(folder)
     name = next(name for name in tensors if name.endswith("_inv"))
+    lacking = {other: tensor for other, tensor in tensors.items() if other != name}
+    with pytest.raises(ValueError, match=r"got torch\.float8_e4m3fn without a scale"):
+        octofuse.from_pretrained(write_folder(model, tmp_path / "d", lacking, config))
     folder = write_folder(model, tmp_path / "c", tensors | {name: tensors[name][:1]}, config)
     with pytest.raises(ValueError, match=f"{name}: expected shape"):
         octofuse.from_pretrained(folder)

@@ -340,6 +340,30 @@ def test_refuses(changed: dict[str, Any], error: type[Exception], message: str, 
         octofuse.linear(**given)
 
 
+def test_engines_of_int8_are_refused_on_a_cpu() -> None:
+    x, w, x_scale, w_scale, _ = made(3, 16, 64, "cpu")
+    for engine in ("reference", "onednn"):
+        with pytest.raises(ValueError, match=f"engine: expected 'auto' or 'cpu' for float8 on a CPU, got '{engine}'"):
+            octofuse.linear(x, w, x_scale, w_scale, engine=engine)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_long_tensors_by_one_scale(device: str) -> None:
+    x = torch.randn(1, 40960, device=device)
+    assert torch.equal(bits(octofuse.quantize_per_tensor(x, 0.1, E4M3)), bits(reference.quantize(x, 0.1, E4M3)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_type_of_an_output_with_a_scale(device: str) -> None:
+    x, w, _, w_scale, _ = made(3, 16, 64, device)
+    call = {"x_scale": 1.0, "out_scale": 0.5}
+    assert octofuse.quantized_linear(x, w, w_scale, **call).dtype == E4M3
+    assert octofuse.quantized_linear(x, w, w_scale, out_dtype=torch.int8, **call).dtype == torch.int8
+    with pytest.raises(ValueError, match="out_dtype: expected one of"):
+        int8 = torch.ones(16, 64, dtype=torch.int8, device=device)
+        octofuse.quantized_linear(x.float(), int8, w_scale, out_scale=0.5, out_dtype=E4M3)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_quantisation_refuses(device: str) -> None:
     x = torch.randn(2, 256, device=device)

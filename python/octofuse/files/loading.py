@@ -32,7 +32,13 @@ FORMATS: dict[str, type[Format]] = {
 }  # fmt: skip
 # Scales of a quantised cache: this library's caches measure their own, for every token and head. The other: computed.
 _LEFT_OUT = re.compile(r"\.(?:[kqv]_scale|[kv]_zero_point|rotary_emb\.inv_freq)$")
-_OF_QUANTISED = {"qweight", "qzeros", "weight_packed", "weight_zero_point"}  # tensors that no other layer has
+_OF_QUANTISED = {
+    "qweight",
+    "qzeros",
+    "weight_packed",
+    "weight_zero_point",
+    "weight_scale_inv",
+}  # tensors that no other layer has
 
 
 class _Waiting(nn.Module):
@@ -173,6 +179,8 @@ def check_tensor(header: Header, name: str, wanted: torch.Tensor) -> None:
     if header.shape != tuple(wanted.shape):
         raise ValueError(f"{header.file}: {name}: expected shape {list(wanted.shape)}, got {list(header.shape)}")
     is_float = header.dtype is not None and header.dtype.is_floating_point
+    if header.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and wanted.dtype != header.dtype:
+        raise ValueError(f"{header.file}: {name}: expected {wanted.dtype}, got {header.dtype} without a scale")
     if is_float != wanted.dtype.is_floating_point:
         raise ValueError(f"{header.file}: {name}: expected {wanted.dtype} or alike, got {header.dtype}")
 

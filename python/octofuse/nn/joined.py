@@ -48,13 +48,16 @@ def _joined_floats(layers: Sequence[Any]) -> nn.Module | None:
 
 def _joined_eight_bits(layers: Sequence[Any]) -> nn.Module | None:
     first = layers[0]
-    if any(layer.activation != first.activation or layer.engine != first.engine for layer in layers):
+    settings = {(layer.activation, layer.engine, layer.fast_accumulate) for layer in layers}
+    if len(settings) > 1:
         return None
     if first.input_scale is not None and any(not torch.equal(layer.input_scale, first.input_scale) for layer in layers):
         return None  # of one input, but with ranges of their own
     blocks = first.scheme.weights == "block"
     if blocks and any(layer.out_features % BLOCK != 0 for layer in layers[:-1]):
         return None  # the next one would begin inside a block
+    if blocks and any(layer.weight_scale.numel() == 1 for layer in layers):
+        return None  # one scale for all is multiplied elsewhere than those of blocks
     one: EightBitLinear = type(first)(
         first.in_features, sum(layer.out_features for layer in layers), bias=False, scheme=first.scheme,
         activation=first.activation, device="meta",

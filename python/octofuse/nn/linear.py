@@ -181,9 +181,11 @@ class EightBitLinear(FrozenLinear):
         scales = {"weight_scale": self.weight_scale, "input_scale": self.input_scale}
         if self.weight.is_floating_point():
             self.weight = self.weight.detach().view(torch.int8)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.weight.dtype != self.values:
-            self.weight = self.weight.detach().view(self.values)
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:  # what fails half-way must not leave numbers that mean something else
+            if self.weight.dtype != self.values:
+                self.weight = self.weight.detach().view(self.values)
         for name, before in scales.items():
             after = getattr(self, name)
             if after is not None and after.dtype != torch.float32 and before is not None:

@@ -66,7 +66,7 @@ def _shape_like(x: Tensor, w: Tensor, floats: bool = False) -> list[int | torch.
 
 
 def _output_of(call: LinearCall | RowLinearCall) -> torch.dtype:
-    if call.out_scale is None or call.out_dtype == torch.float8_e4m3fn:
+    if call.out_scale is None or (call.out_dtype == call.w.dtype == torch.float8_e4m3fn):
         return call.out_dtype
     return torch.int8
 

@@ -16,6 +16,7 @@ from octofuse import _C
 from octofuse.ops import gemm, rows
 from octofuse.ops._calls import AttendCall, LinearCall, RowLinearCall, Scale, run
 from octofuse.ops.activations import Activation
+from octofuse.ops.linear import check_output
 
 
 def quantized_linear(
@@ -51,7 +52,7 @@ def quantized_linear(
         norm: None, "layer_norm" or "rms_norm"; norm_weight and norm_bias (layer norm alone) are `[K]` in fp32 or x's
             dtype.
         out_dtype: torch.float16, torch.bfloat16 or torch.float32; None: x's, fp16 for 8 bits. With
-            out_scale and a float8 weight torch.int8 or torch.float8_e4m3fn.
+            out_scale and a float8 weight torch.int8 or torch.float8_e4m3fn, which is what None means there.
         out_scale: fp32, one element, or a float: int8 output, or what out_dtype says.
 
     Returns:
@@ -63,9 +64,13 @@ def quantized_linear(
     rows.check_norm(norm, norm_weight, norm_bias)
     if out_dtype is None:
         out_dtype = torch.float16 if x.dtype.itemsize == 1 else x.dtype
+        if out_scale is not None and isinstance(w, Tensor) and w.dtype.itemsize == 1:
+            out_dtype = w.dtype
+    elif out_dtype == torch.float8_e4m3fn:
+        check_output(w, out_dtype, out_scale)
     call = RowLinearCall(
         x, w, x_scale, w_scale, norm, norm_weight, norm_bias, eps, bias, activation, residual, out_dtype, out_scale,
-        constant_weight, fast_accumulate,
+        constant_weight, fast_accumulate and x.dtype != torch.float8_e5m2,
     )  # fmt: skip
     result: Tensor = run("quantized_linear", "quantized_linear", call, _quantized_linear)
     return result

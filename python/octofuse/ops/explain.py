@@ -65,7 +65,7 @@ def explain(*arguments: Any, **options: Any) -> Explanation:
     return _explanation(_C.lowbit_explain(call))
 
 
-_OUTPUTS = (torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int32, torch.float8_e4m3fn)
+_OUTPUTS = (torch.float16, torch.bfloat16, torch.float32, torch.int8)
 _OPERANDS = {"x": (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2), "w": (torch.int8, torch.float8_e4m3fn)}
 _KINDS = {lowbit.woq_linear: "uniform", lowbit.bcq_linear: "planes", lowbit.sparse12_linear: "sparse12"}
 
@@ -106,11 +106,14 @@ def _explain_gemm(
     block_scales: bool = False,
 ) -> Explanation:
     _check_operands(x, w, out_dtype)
+    if fast_accumulate and (block_scales or w.dtype == torch.int8):
+        raise ValueError(f"fast_accumulate: expected False for int8 and beside scales of blocks, got {fast_accumulate}")
     activation_named(activation)
     m, n, k = x.numel() // max(1, x.shape[-1]), w.shape[0], w.shape[1]
     double = out_dtype == torch.float32 and activation not in (None, "relu")
     if x.is_cuda:
         raw = out_dtype == torch.int32
+        out_dtype = torch.int8 if out_dtype == torch.float8_e4m3fn else out_dtype  # the choice is the same
         return _explanation(
             _C.explain(
                 m,
@@ -161,8 +164,9 @@ def _check_operands(x: Tensor, w: Tensor, out_dtype: torch.dtype) -> None:
         raise TypeError(f"w: expected {'int8' if x.dtype == torch.int8 else 'float8_e4m3fn'} beside x, got {w.dtype}")
     if x.dim() < 1 or w.dim() != 2 or w.shape[1] != x.shape[-1]:
         raise ValueError(f"w: expected shape [N, K] for x [..., K], got {list(w.shape)} for {list(x.shape)}")
-    if out_dtype not in _OUTPUTS:
-        raise ValueError(f"out_dtype: expected {', '.join(map(str, _OUTPUTS))}, got {out_dtype!r}")
+    other = torch.int32 if w.dtype == torch.int8 else torch.float8_e4m3fn
+    if out_dtype not in (*_OUTPUTS, other):
+        raise ValueError(f"out_dtype: expected {', '.join(map(str, (*_OUTPUTS, other)))}, got {out_dtype!r}")
 
 
 def tune_cublaslt(x: Tensor, w: Tensor, *, out_dtype: torch.dtype = torch.int32) -> dict[int, float]:

@@ -178,8 +178,8 @@ def _dispatch(op: str, arguments: tuple[Any, ...], out: Tensor | None) -> Tensor
 
 def linear(call: LinearCall, out: Tensor | None = None) -> Tensor:
     """Both linears: `out_scale` makes the output int8, else it is `out_dtype`."""
-    if out is not None and call.residual is not None and _takes_sums(out, call):
-        call = call._replace(residual=call.residual.clone())
+    if isinstance(call.w, Tensor) and call.w.dtype != torch.int8:
+        call = _checked_float8(call, out)
     result = _C.linear(call, out)
     if result is not None:
         return result
@@ -199,10 +199,16 @@ def linear(call: LinearCall, out: Tensor | None = None) -> Tensor:
     return _deliver(t, x, w, out)
 
 
-def _takes_sums(out: Tensor, call: LinearCall) -> bool:
-    """Sums of float8 may lie in an fp32 output before they are finished: `out` itself as the residual would be lost."""
+def _checked_float8(call: LinearCall, out: Tensor | None) -> LinearCall:
+    """What `_C` does not look at: engines that multiply int8 alone, and an output that is its own residual."""
+    if call.engine not in ("auto", "cpu") and isinstance(call.x, Tensor) and call.x.device.type == "cpu":
+        raise ValueError(f"engine: expected 'auto' or 'cpu' for float8 on a CPU, got {call.engine!r}")
     residual: Any = call.residual
-    return call.w.dtype != torch.int8 and out.dtype == torch.float32 and residual.data_ptr() == out.data_ptr()
+    if isinstance(residual, Tensor) and isinstance(out, Tensor) and out.dtype == torch.float32:
+        # An fp32 output may hold the sums before they are finished.
+        if residual.data_ptr() == out.data_ptr():
+            call = call._replace(residual=residual.clone())
+    return call
 
 
 def _matmul(x: Tensor, w: Tensor, engine: str, out: Tensor | None = None) -> Tensor:

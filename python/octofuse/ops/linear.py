@@ -36,8 +36,8 @@ def linear(
     int8 operands give `i8f16_linear` and `i8i8_linear`, bit by bit. The sums of float8 operands are not integers, so they
     have a contract of their own: K is added up in one order that depends on nothing else, so that a row's bits depend on
     neither M nor the other rows nor the kernel; 128 columns at a time are summed by the tensor cores, which keep about 14
-    bits, and these sums are added in fp32. GPUs of compute capability 9.0 have the kernels; cuBLASLt, which keeps no such
-    promise, serves others, and CPUs add in fp32 in an order of their own.
+    bits, and these sums are added in fp32. GPUs of compute capability 9.0 have the kernels. On others from 8.9 on cuBLASLt
+    serves what it can (N a multiple of 16, no scales of blocks) and keeps no such promise; CPUs add in an order of their own.
 
     Args:
         x: `[..., K]`: int8, or torch.float8_e4m3fn or torch.float8_e5m2.
@@ -66,18 +66,18 @@ def linear(
         >>> octofuse.linear(x, w, 1.0, torch.tensor([1.0, 2.0]), activation="relu")
         tensor([[3.5000, 0.0000]], dtype=torch.float16)
     """
-    _check_output(w, out_dtype, out_scale)
+    check_output(w, out_dtype, out_scale)
     if fast_accumulate and w.dtype == torch.int8:
         raise ValueError("fast_accumulate: expected False for int8, whose sums are exact, got True")
     call = LinearCall(
         x, w, x_scale, w_scale, bias, activation, residual, out_dtype, out_scale, engine, x_zero_point, w_sum,
-        constant_weight, fast_accumulate,
+        constant_weight, fast_accumulate and x.dtype != torch.float8_e5m2,
     )  # fmt: skip
     result: Tensor = run("linear", "this op", call, _linear, out)
     return result
 
 
-def _check_output(w: Tensor, out_dtype: torch.dtype, out_scale: Scale | None) -> None:
+def check_output(w: Tensor, out_dtype: torch.dtype, out_scale: Scale | None) -> None:
     """What `_C` would not see: there, a scale alone makes the output int8."""
     if not isinstance(w, Tensor) or w.dtype not in _OUTPUTS:
         got = f"dtype {w.dtype}" if isinstance(w, Tensor) else type(w).__name__

@@ -30,8 +30,8 @@ def quantize_per_tensor(x: Tensor, scale: Scale, dtype: torch.dtype = torch.int8
         tensor([   0,    2, -127], dtype=torch.int8)
     """
     if dtype != torch.int8:
-        q: Tensor = rows.quantized(x, scale, dtype)[0]
-        return q
+        q: Tensor = rows.quantized(_in_rows(x), scale, dtype)[0]
+        return q.view(x.shape) if isinstance(x, Tensor) else q
     if goes_direct(x, scale):
         return _per_tensor(x, scale)
     refuse_gradients("quantize_per_tensor", x=x, scale=scale)
@@ -92,6 +92,12 @@ def dequantize(q: Tensor, scale: Scale, *, out_dtype: torch.dtype = torch.float1
     refuse_gradients("dequantize", scale=scale)
     result: Tensor = torch.ops.octofuse.dequantize(q, as_tensor("scale", scale, q), out_dtype)
     return result
+
+
+def _in_rows(x: Tensor, length: int = 4096) -> Tensor:
+    """With one scale for all, a contiguous tensor's rows may be cut anywhere: into lengths that fill a GPU."""
+    is_long = isinstance(x, Tensor) and x.dim() > 0 and x.shape[-1] > length and x.numel() % length == 0
+    return x.view(-1, length) if is_long and x.is_contiguous() else x
 
 
 def _per_tensor(x: Tensor, scale: Scale) -> Tensor:

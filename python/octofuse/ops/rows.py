@@ -222,7 +222,7 @@ def add_layer_norm_quantize(
     dtype: torch.dtype = torch.int8,
     block: bool = False,
 ) -> tuple[Tensor, Scale, Tensor]:
-    """`add_layer_norm`, quantised in the same pass -> int8 like x, its scale as in `layer_norm_quantize`, and h.
+    """`add_layer_norm`, quantised in the same pass -> `dtype` like x, its scale as in `layer_norm_quantize`, and h.
 
     Examples:
         >>> q, scale, h = octofuse.add_layer_norm_quantize(torch.ones(1, 2), torch.tensor([[0.0, 2.0]]), eps=0.0)
@@ -243,7 +243,7 @@ def add_rms_norm_quantize(
     dtype: torch.dtype = torch.int8,
     block: bool = False,
 ) -> tuple[Tensor, Scale, Tensor]:
-    """`add_rms_norm`, quantised in the same pass -> int8 like x, its scale as in `layer_norm_quantize`, and h.
+    """`add_rms_norm`, quantised in the same pass -> `dtype` like x, its scale as in `layer_norm_quantize`, and h.
 
     Examples:
         >>> q, scale, h = octofuse.add_rms_norm_quantize(torch.ones(1, 2), torch.ones(1, 2), eps=0.0)
@@ -262,7 +262,7 @@ def activate_quantize(
     dtype: torch.dtype = torch.int8,
     block: bool = False,
 ) -> tuple[Tensor, Scale]:
-    """`activate`, quantised in the same pass -> int8 like x, and its scale as in `layer_norm_quantize`.
+    """`activate`, quantised in the same pass -> `dtype` like x, and its scale as in `layer_norm_quantize`.
 
     Examples:
         >>> octofuse.activate_quantize(torch.tensor([[-4.0, 2.0]]), "relu", scale=1.0)
@@ -281,7 +281,7 @@ def gated_activation_quantize(
     block: bool = False,
     constants: bool = False,
 ) -> tuple[Tensor, Scale]:
-    """`gated_activation`, quantised in the same pass -> int8 `[..., K]`, and its scale as in `layer_norm_quantize`.
+    """`gated_activation`, quantised in the same pass -> `dtype` `[..., K]`, and its scale as in `layer_norm_quantize`.
 
     constants: as in `layer_norm`, of a scale that is given.
 

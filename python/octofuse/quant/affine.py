@@ -176,6 +176,7 @@ def quantize_weight(w: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     if not torch.stack([torch.isfinite(part).all() for part in parts]).all():
         raise ValueError("weight: expected finite values, got NaN or Inf")
     if scheme.weights == "block":
+        parts = w.split(max(1, (1 << 22) // (BLOCK * w.shape[1])) * BLOCK)  # whole blocks, a few at a time
         own = [block_scales(part, BLOCK) for part in parts]
         spread = [spread_blocks(s, len(part), part.shape[1]) for s, part in zip(own, parts, strict=True)]
         codes = [quantize(part, s, scheme.dtype) for part, s in zip(parts, spread, strict=True)]
