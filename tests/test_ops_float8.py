@@ -359,8 +359,8 @@ def test_the_type_of_an_output_with_a_scale(device: str) -> None:
     call = {"x_scale": 1.0, "out_scale": 0.5}
     assert octofuse.quantized_linear(x, w, w_scale, **call).dtype == E4M3
     assert octofuse.quantized_linear(x, w, w_scale, out_dtype=torch.int8, **call).dtype == torch.int8
+    int8 = torch.ones(16, 64, dtype=torch.int8, device=device)
     with pytest.raises(ValueError, match="out_dtype: expected one of"):
-        int8 = torch.ones(16, 64, dtype=torch.int8, device=device)
         octofuse.quantized_linear(x.float(), int8, w_scale, out_scale=0.5, out_dtype=E4M3)
 
 

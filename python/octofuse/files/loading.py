@@ -32,13 +32,8 @@ FORMATS: dict[str, type[Format]] = {
 }  # fmt: skip
 # Scales of a quantised cache: this library's caches measure their own, for every token and head. The other: computed.
 _LEFT_OUT = re.compile(r"\.(?:[kqv]_scale|[kv]_zero_point|rotary_emb\.inv_freq)$")
-_OF_QUANTISED = {
-    "qweight",
-    "qzeros",
-    "weight_packed",
-    "weight_zero_point",
-    "weight_scale_inv",
-}  # tensors that no other layer has
+# Tensors that no other layer has.
+_OF_QUANTISED = {"qweight", "qzeros", "weight_packed", "weight_zero_point", "weight_scale_inv"}
 
 
 class _Waiting(nn.Module):

@@ -204,10 +204,11 @@ def _checked_float8(call: LinearCall, out: Tensor | None) -> LinearCall:
     if call.engine not in ("auto", "cpu") and isinstance(call.x, Tensor) and call.x.device.type == "cpu":
         raise ValueError(f"engine: expected 'auto' or 'cpu' for float8 on a CPU, got {call.engine!r}")
     residual: Any = call.residual
-    if isinstance(residual, Tensor) and isinstance(out, Tensor) and out.dtype == torch.float32:
+    target: Any = out
+    are_tensors = isinstance(residual, Tensor) and isinstance(target, Tensor)
+    if are_tensors and target.dtype == torch.float32 and residual.data_ptr() == target.data_ptr():
         # An fp32 output may hold the sums before they are finished.
-        if residual.data_ptr() == out.data_ptr():
-            call = call._replace(residual=residual.clone())
+        call = call._replace(residual=residual.clone())
     return call
 
 

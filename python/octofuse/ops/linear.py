@@ -37,7 +37,7 @@ def linear(
     have a contract of their own: K is added up in one order that depends on nothing else, so that a row's bits depend on
     neither M nor the other rows nor the kernel; 128 columns at a time are summed by the tensor cores, which keep about 14
     bits, and these sums are added in fp32. GPUs of compute capability 9.0 have the kernels. On others from 8.9 on cuBLASLt
-    serves what it can (N a multiple of 16, no scales of blocks) and keeps no such promise; CPUs add in an order of their own.
+    serves what it can (N a multiple of 16, no scales of blocks) and keeps no such promise. CPUs have an order of their own.
 
     Args:
         x: `[..., K]`: int8, or torch.float8_e4m3fn or torch.float8_e5m2.
