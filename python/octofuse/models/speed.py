@@ -46,7 +46,7 @@ def kind_of(scheme: AnyScheme | None) -> str:
     if scheme is None:
         return "float"
     if isinstance(scheme, Scheme):
-        return "int8"
+        return "int8"  # float8 reads as many bytes
     if scheme.code == "sparse12":
         return "sparse12"
     if scheme.code == "bcq":
@@ -56,6 +56,8 @@ def kind_of(scheme: AnyScheme | None) -> str:
 
 def was_timed(gpu: str, scheme: AnyScheme | None) -> bool:
     """Whether decoders of this kind were timed there; else it is put between others by the times of single linears."""
+    if isinstance(scheme, Scheme) and scheme.values == "float8":
+        return False
     return bool(measured_gpus()[gpu]["kinds"][kind_of(scheme)]["models"])
 
 
