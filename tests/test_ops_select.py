@@ -12,8 +12,12 @@ needs_80 = pytest.mark.skipif("80" not in BUILT, reason="needs a build for 80")
 needs_90a = pytest.mark.skipif("90a" not in BUILT, reason="needs a build for 90a")
 
 
-def select(m=1024, n=1024, k=1024, *, out="float16", raw=False, double=False, engine="auto", cc=90, lt=True):
-    return _C.select(m, n, k, out, raw, double, engine, cc, 132, lt)
+# What the names of kernels begin with that multiply something else than int8.
+ARITHMETICS = {"wgmma_float8": "float8", "wgmma_float8_fast": "float8_fast", "wgmma_e5m2": "e5m2"}
+
+
+def select(m=1024, n=1024, k=1024, *, out="float16", raw=False, double=False, engine="auto", cc=90, lt=True, of="int8"):
+    return _C.select(m, n, k, out, raw, double, engine, cc, 132, lt, arithmetic=of)
 
 
 def test_candidates_are_named_once() -> None:
@@ -118,7 +122,7 @@ def test_cpu_only_builds_serve_no_gpu() -> None:
 @needs_90a
 @pytest.mark.parametrize("name", _C.candidates())
 def test_every_candidate_can_be_asked_for(name: str) -> None:
-    chosen = select(m=1, engine=name)
+    chosen = select(m=1, engine=name, of=ARITHMETICS.get(name.split("/")[0], "int8"))
     assert chosen["chosen"] == name
     assert chosen["why"] == "asked for by name"
 
