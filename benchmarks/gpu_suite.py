@@ -26,16 +26,8 @@ from octofuse.testing.timing import environment
 ROOT = Path(__file__).resolve().parents[1]
 # cuBLASLt's own kernels are left out where the tool cannot take them: racecheck stops in them with an internal error, and
 # initcheck does not see their TMA stores.
-ENGINES = [
-    "skinny",
-    "wgmma",
-    "wgmma_float8",
-    "wgmma_float8_fast",
-    "wgmma_e5m2",
-    "cutlass_sm90",
-    "cutlass_sm80",
-    "naive",
-]
+ENGINES = ["skinny", "wgmma", "wgmma_float8", "wgmma_float8_fast", "wgmma_e5m2", "cutlass_sm90", "cutlass_sm80",
+           "naive"]  # fmt: skip
 TOOLS = {
     "memcheck": ["--engines", "all"],
     "racecheck": ["--engines", *ENGINES],

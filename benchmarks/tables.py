@@ -118,22 +118,12 @@ def float8() -> str:
     """Some of the shapes, and means over all of them."""
     found = result("h200/float8")
     names = ("fast", "exact sums", "blocks", "int8", "torch row, fast", "torch tensor, fast")
-    rows = []
-    for row in found["rows"]:
-        if (row["N"], row["K"]) in ((4096, 4096), (28672, 4096), (8192, 28672)) and row["M"] in (
-            1,
-            16,
-            64,
-            256,
-            1000,
-            4096,
-        ):
-            rows.append((f"{row['M']}, {row['N']}, {row['K']}", *(us(row.get(name)) for name in names)))
-    means = [
-        f"{what}: {found[what]}" for what in found if what.startswith(("torch's", "the same", "fast over", "rate of"))
-    ]
-    weights = len({(row["N"], row["K"]) for row in found["rows"]})
-    summary = f"Over all {len(found['rows'])} shapes of {weights} weights: {'; '.join(means)}."
+    weights, tokens = ((4096, 4096), (28672, 4096), (8192, 28672)), (1, 16, 64, 256, 1000, 4096)
+    shown = [row for row in found["rows"] if (row["N"], row["K"]) in weights and row["M"] in tokens]
+    rows = [(f"{row['M']}, {row['N']}, {row['K']}", *(us(row.get(name)) for name in names)) for row in shown]
+    means = [f"{what}: {value}" for what, value in found.items() if isinstance(value, float)]
+    count = len({(row["N"], row["K"]) for row in found["rows"]})
+    summary = f"Over all {len(found['rows'])} shapes of {count} weights: {'; '.join(means)}."
     return f"{lines(('M, N, K', *names), rows)}\n\n{summary}"
 
 

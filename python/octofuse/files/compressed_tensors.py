@@ -15,46 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octofuse.files.formats import FLOATS, Format, Stored, Want, checked_scales, is_one_of, order_of, weight_only_layer
+from octofuse.files.formats import (
+    FLOATS,
+    EightBits,
+    Format,
+    Stored,
+    Want,
+    checked_scales,
+    is_one_of,
+    order_of,
+    weight_only_layer,
+)
 from octofuse.files.patterns import compiled
 from octofuse.files.words import unpack_words, words_of
-from octofuse.nn.linear import eight_bit_class
 from octofuse.quant import Scheme
 from octofuse.quant.affine import BLOCK
 
 PACKED = "pack-quantized"
 UNPACKED = ("int-quantized", "naive-quantized")
 FLOAT8 = ("float-quantized", "naive-quantized")
-
-
-@dataclass(frozen=True)
-class EightBits(Stored):
-    """Operands in 8 bits; of float8 the weight's scales may be called otherwise."""
-
-    scheme: Scheme
-    scale: str = "weight_scale"
-
-    def wants(self, n: int, k: int) -> dict[str, Want]:
-        blocks = (-(-n // BLOCK), -(-k // BLOCK))
-        scales = {"channel": ((n, 1), (n,)), "tensor": ((1,), (), (1, 1)), "block": (blocks,)}[self.scheme.weights]
-        found = {"weight": Want((self.scheme.dtype,), ((n, k),)), self.scale: Want(FLOATS, scales)}
-        if self.scheme.is_static:
-            found["input_scale"] = Want(FLOATS, ((1,), ()))
-        if self.scheme.values == "float8":  # of a cache in FP8: this library's caches measure their own
-            found |= {name: Want(FLOATS, ((1,), ()), optional=True) for name in ("k_scale", "v_scale")}
-        return found
-
-    def layer(self, tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> nn.Module:
-        layer = eight_bit_class(self.scheme)(k, n, bias=False, scheme=self.scheme, dtype=dtype, device="meta")
-        layer.weight = tensors["weight"]
-        scale = checked_scales(self.scale, tensors[self.scale]).float()
-        layer.weight_scale = scale if self.scheme.weights == "block" else scale.reshape(-1)
-        if self.scheme.is_static:
-            scale = checked_scales("input_scale", tensors["input_scale"]).float().reshape(())
-            if float(scale) == 0.0:
-                raise ValueError("input_scale: expected more than 0, got 0")
-            layer.input_scale = scale
-        return layer
 
 
 @dataclass(frozen=True)
@@ -170,7 +149,6 @@ def _stored_of(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -
         raise ValueError(f"config_groups.{name}.weights: expected an object, got {weights!r}")
     if activations is not None and not isinstance(activations, Mapping):
         raise ValueError(f"config_groups.{name}.input_activations: expected an object or none, got {activations!r}")
-    expect("format", form, PACKED, *UNPACKED, FLOAT8[0])
     expect("output_activations", group.get("output_activations"), None)
     expect("weights.type", weights.get("type", "int"), "int", "float")
     if weights.get("type") == "float":
@@ -197,7 +175,7 @@ def _stored_of(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -
     _expect_int8_activations(expect, activations)
     static = not activations.get("dynamic", False)
     expect("input_activations.strategy", activations.get("strategy"), *(("tensor", None) if static else ("token",)))
-    return EightBits(Scheme("channel" if strategy == "channel" else "tensor", "tensor" if static else "token"))
+    return EightBits(Scheme(strategy, "tensor" if static else "token"))  # type: ignore[arg-type]
 
 
 def _float8_of(expect: Any, form: Any, weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -> Stored:
@@ -206,8 +184,7 @@ def _float8_of(expect: Any, form: Any, weights: Mapping[str, Any], activations: 
     expect("weights.symmetric", weights.get("symmetric", True), True)
     strategy = weights.get("strategy") or "tensor"
     expect("weights.strategy", strategy, "channel", "tensor", "block")
-    if activations is None:
-        raise ValueError("input_activations: expected FP8, got none: weight-only FP8 is not served")
+    activations = activations or {}  # FP8 weights alone are not served
     expect("input_activations.type", activations.get("type"), "float")
     expect("input_activations.num_bits", activations.get("num_bits", 8), 8)
     expect("input_activations.symmetric", activations.get("symmetric", True), True)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.nn import WeightOnlyLinear, empty_layer
-from octofuse.quant import WeightOnly
+from octofuse.nn.linear import eight_bit_class
+from octofuse.quant import Scheme, WeightOnly
+from octofuse.quant.affine import BLOCK
 from octofuse.quant.packing import pack, row_parts
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -48,6 +50,36 @@ class Format(ABC):
     def stored(self, names: tuple[str, ...], module: nn.Module, tensors: frozenset[str]) -> Stored | None:
         """Of a linear of these names, the model's and the file's, of which the file has these tensors; None: it stays in
         floating point."""
+
+
+@dataclass(frozen=True)
+class EightBits(Stored):
+    """Operands in 8 bits; of float8 the weight's scales may be called otherwise."""
+
+    scheme: Scheme
+    scale: str = "weight_scale"
+
+    def wants(self, n: int, k: int) -> dict[str, Want]:
+        blocks = (-(-n // BLOCK), -(-k // BLOCK))
+        scales = {"channel": ((n, 1), (n,)), "tensor": ((1,), (), (1, 1)), "block": (blocks,)}[self.scheme.weights]
+        found = {"weight": Want((self.scheme.dtype,), ((n, k),)), self.scale: Want(FLOATS, scales)}
+        if self.scheme.is_static:
+            found["input_scale"] = Want(FLOATS, ((1,), ()))
+        if self.scheme.values == "float8":  # of a cache in FP8: this library's caches measure their own
+            found |= {name: Want(FLOATS, ((1,), ()), optional=True) for name in ("k_scale", "v_scale")}
+        return found
+
+    def layer(self, tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> nn.Module:
+        layer = eight_bit_class(self.scheme)(k, n, bias=False, scheme=self.scheme, dtype=dtype, device="meta")
+        layer.weight = tensors["weight"]
+        scale = checked_scales(self.scale, tensors[self.scale]).float()
+        layer.weight_scale = scale if self.scheme.weights == "block" else scale.reshape(-1)
+        if self.scheme.is_static:
+            scale = checked_scales("input_scale", tensors["input_scale"]).float().reshape(())
+            if float(scale) == 0.0:
+                raise ValueError("input_scale: expected more than 0, got 0")
+            layer.input_scale = scale
+        return layer
 
 
 def is_one_of(got: Any, allowed: Iterable[Any]) -> bool:

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from octofuse.files.compressed_tensors import EightBits
-from octofuse.files.formats import Format, Stored
+from octofuse.files.formats import EightBits, Format, Stored
 from octofuse.quant import Scheme
 from octofuse.quant.affine import BLOCK
 

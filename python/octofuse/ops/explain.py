@@ -46,10 +46,10 @@ def explain(*arguments: Any, **options: Any) -> Explanation:
         explain(x, w, out_dtype=torch.float16, activation=None, engine="auto")  # 8-bit x and w: the 8-bit linears
         explain(octofuse.woq_linear, x, packed, scale, bits=4, group=128)  # a call with its function in front
 
-    The first form: x `[..., K]`, w `[N, K]`, int8 or float8; fast_accumulate and block_scales as of `linear`; what
-    `linear`, `i8f16_linear` (out_dtype fp16, bf16, fp32), `i8i8_linear`
-    (int8) or `i8i32_matmul` (int32) would run with a contiguous output. The second: `woq_linear`, `bcq_linear` or
-    `sparse12_linear` with all the arguments of the call.
+    The first form: x `[..., K]`, w `[N, K]`, both int8 or both float8; what `linear`, `i8f16_linear` (out_dtype fp16, bf16,
+    fp32), `i8i8_linear` (int8) or `i8i32_matmul` (int32) would run with a contiguous output. Of float8 also
+    fast_accumulate, as `linear` has it, and block_scales: whether scales are those of blocks. The second: `woq_linear`,
+    `bcq_linear` or `sparse12_linear` with all the arguments of the call.
 
     Raises TypeError for another function, ValueError if no engine, or not the one asked for, can serve the call; and what
     the call itself raises for wrong arguments.
@@ -114,20 +114,9 @@ def _explain_gemm(
     if x.is_cuda:
         raw = out_dtype == torch.int32
         out_dtype = torch.int8 if out_dtype == torch.float8_e4m3fn else out_dtype  # the choice is the same
-        return _explanation(
-            _C.explain(
-                m,
-                n,
-                k,
-                dtype_name(out_dtype),
-                raw,
-                double,
-                engine,
-                x.get_device(),
-                _arithmetic(x, fast_accumulate),
-                block_scales,
-            )
-        )
+        kind = (dtype_name(out_dtype), raw, double, engine)
+        arithmetic = _arithmetic(x, fast_accumulate)
+        return _explanation(_C.explain(m, n, k, *kind, x.get_device(), arithmetic, block_scales))
     if w.dtype != torch.int8:
         if engine not in ("auto", "cpu"):
             raise ValueError(f"engine: expected 'auto' or 'cpu' for float8 on a CPU, got {engine!r}")

@@ -111,7 +111,7 @@ def i8i8_linear(
     if out_scale is None:
         raise TypeError("out_scale: expected float or torch.Tensor, got NoneType")
     call = LinearCall(
-        x, w, x_scale, w_scale, bias, activation, residual, torch.float16, out_scale, engine, x_zero_point, w_sum,
+        x, w, x_scale, w_scale, bias, activation, residual, torch.int8, out_scale, engine, x_zero_point, w_sum,
         constant_weight,
     )  # fmt: skip
     result: Tensor = run("linear", "this op", call, linear, out)
@@ -178,12 +178,14 @@ def _dispatch(op: str, arguments: tuple[Any, ...], out: Tensor | None) -> Tensor
 
 def linear(call: LinearCall, out: Tensor | None = None) -> Tensor:
     """Both linears: `out_scale` makes the output int8, else it is `out_dtype`."""
-    if isinstance(call.w, Tensor) and call.w.dtype != torch.int8:
-        call = _checked_float8(call, out)
+    if out is not None and call.residual is not None:
+        call = _apart(call, out)
     result = _C.linear(call, out)
     if result is not None:
         return result
     x, w = call.x, call.w
+    if w.dtype != torch.int8:
+        raise ValueError(f"engine: expected 'auto' or 'cpu' for float8 on a CPU, got {call.engine!r}")
     flat = x.reshape(-1, x.shape[-1])
     # oneDNN's products are rounded to fp32: nothing could be subtracted from them exactly.
     symmetric = call.x_zero_point is None or call.w_sum is None
@@ -199,17 +201,14 @@ def linear(call: LinearCall, out: Tensor | None = None) -> Tensor:
     return _deliver(t, x, w, out)
 
 
-def _checked_float8(call: LinearCall, out: Tensor | None) -> LinearCall:
-    """What `_C` does not look at: engines that multiply int8 alone, and an output that is its own residual."""
-    if call.engine not in ("auto", "cpu") and isinstance(call.x, Tensor) and call.x.device.type == "cpu":
-        raise ValueError(f"engine: expected 'auto' or 'cpu' for float8 on a CPU, got {call.engine!r}")
-    residual: Any = call.residual
-    target: Any = out
-    are_tensors = isinstance(residual, Tensor) and isinstance(target, Tensor)
-    if are_tensors and target.dtype == torch.float32 and residual.data_ptr() == target.data_ptr():
-        # An fp32 output may hold the sums before they are finished.
-        call = call._replace(residual=residual.clone())
-    return call
+def _apart(call: LinearCall, out: Tensor) -> LinearCall:
+    """The residual in memory of its own, where an fp32 output that it shares may hold float8's sums meanwhile."""
+    tensors: tuple[Any, ...] = (call.w, call.residual, out)
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        return call  # `_C` says what is wrong
+    w, residual, _ = tensors
+    shared = w.dtype != torch.int8 and out.dtype == torch.float32 and residual.data_ptr() == out.data_ptr()
+    return call._replace(residual=residual.clone()) if shared else call
 
 
 def _matmul(x: Tensor, w: Tensor, engine: str, out: Tensor | None = None) -> Tensor:
