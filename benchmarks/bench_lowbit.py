@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import lut_gemv
-from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
+from octofuse.ops.lowbit import bcq_linear, codebook_linear, sparse12_linear, woq_linear
 from octofuse.ops.measure import Captured, device_times, overlap
 from octofuse.ops.quantize import quantize_per_token
 from octofuse.quant.packing import packed_rows, packed_words
@@ -57,6 +57,8 @@ def lowbit_calls(
             x, more["x_scale"] = quantize_per_token(x)
         if kind == "planes":
             calls.append(lambda x=x, p=packed, s=scale, more=more: bcq_linear(x, p, s, **more))
+        elif kind == "codebook":
+            calls.append(lambda x=x, p=packed, s=scale, more=more: codebook_linear(x, p, s, "nf4", **more))
         elif kind == "sparse12":
             calls.append(lambda x=x, p=packed, s=scale, more=more: sparse12_linear(x, p, s, **more))
         else:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from octofuse.nn import linear_layers
 from octofuse.nn.linear import weight_of
+from octofuse.quant.codebook import LEVELS
 
 INPUT_SCALE = 0.03125  # of static activations
 
@@ -113,6 +114,41 @@ class Awq:
         """Nibble i of a word holds channel (0, 2, 4, 6, 1, 3, 5, 7)[i] of eight."""
         in_order = codes.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)
         return bits_to_words(in_order, 4)
+
+
+class BitsAndBytes:
+    """Random codes of a 4-bit checkpoint of bitsandbytes, and its weights: a level times a block's magnitude, in fp32."""
+
+    def __init__(self, model: Any, code: str = "nf4", block: int = 64, *, double: bool = True) -> None:
+        g = torch.Generator().manual_seed(block)
+        levels, table = torch.tensor(LEVELS[code]), torch.linspace(-1, 1, 256)
+        self.tensors: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}
+        for name, layer in linear_layers(model).items():
+            n, k = weight_of(layer).shape
+            codes = torch.randint(0, 16, (n * k // 2, 2), generator=g)
+            count = n * k // block
+            state: dict[str, Any] = {"quant_type": code, "blocksize": block, "shape": [n, k]}
+            own = {"absmax": torch.rand(count, generator=g) / 16}
+            largest = own["absmax"]
+            if double:
+                state |= {"nested_blocksize": 256, "nested_offset": 0.0625}
+                own = {
+                    "absmax": torch.randint(0, 256, (count,), generator=g).to(torch.uint8),
+                    "nested_absmax": torch.rand(-(-count // 256), generator=g) / 32,
+                    "nested_quant_map": table.clone(),
+                }
+                spread = own["nested_absmax"].repeat_interleave(256)[:count]
+                largest = table[own["absmax"].int()] * spread + 0.0625
+            own |= {
+                "quant_map": levels.clone(),
+                f"quant_state.bitsandbytes__{code}": torch.tensor([*json.dumps(state).encode()]),
+            }
+            own[f"quant_state.bitsandbytes__{code}"] = own[f"quant_state.bitsandbytes__{code}"].to(torch.uint8)
+            self.tensors[f"{name}.weight"] = (codes[:, 0] << 4 | codes[:, 1]).to(torch.uint8).unsqueeze(1)
+            self.tensors |= {f"{name}.weight.{key}": tensor for key, tensor in own.items()} | with_bias(name, layer)
+            self.weights[name] = levels[codes.view(n, k)] * largest.view(n, -1).repeat_interleave(block, 1)
+        self.config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": code}
 
 
 def compressed(

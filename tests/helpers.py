@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import octofuse
+from octofuse import _C
 from octofuse.nn import PackedLinear, quantised_layer
 from octofuse.ops._calls import AttendCall
-from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
-from octofuse.quant import bcq, grid, scheme_named, sparse
+from octofuse.ops.lowbit import bcq_linear, codebook_linear, sparse12_linear, split_zero, woq_linear
+from octofuse.quant import bcq, codebook, grid, scheme_named, sparse
 from octofuse.quant.packing import pack, pack_pairs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -73,12 +74,20 @@ def engines(device: str) -> tuple[str, ...]:
 def by_torch(
     codes: Tensor, scale: Tensor, zero: Tensor | int | None, kind: str, bits: int, group: int | None, k: int
 ) -> Tensor:
-    """What the codes stand for, in the scale's dtype."""
+    """What the codes stand for, in the scale's dtype; of a codebook those of nf4."""
+    if kind == "codebook":
+        return codebook.dequantize(codes, scale.t(), "nf4", group)
     if kind == "planes":
         return bcq.dequantize(codes, scale.permute(2, 0, 1), None, group)
     if kind == "sparse12":
         return sparse.dequantize(codes, scale.t(), k, group)
     return grid.dequantize(codes, scale.t(), zero.t() if isinstance(zero, Tensor) else zero, bits, group)
+
+
+def pack_of(codes: Tensor, kind: str, bits: int) -> Tensor:
+    if kind == "sparse12":
+        return pack_pairs(codes)
+    return pack(codes, bits, planes=kind == "planes", codebook=kind == "codebook")
 
 
 class Weight:
@@ -102,12 +111,13 @@ class Weight:
         groups = 1 if group is None else -(-k // group)
         columns = -(-k // 2) if kind == "sparse12" else k
         codes = torch.randint(0, 256 if kind == "sparse12" else 1 << bits, (n, columns), dtype=torch.uint8, **more)
-        self.packed = pack_pairs(codes) if kind == "sparse12" else pack(codes, bits, planes=kind == "planes")
+        self.packed = pack_of(codes, kind, bits)
         scale = torch.rand((groups, bits, n) if kind == "planes" else (groups, n), **more)
         self.scale = ((scale + 0.1) / (1 << bits)).to(dtype)
         self.zero: Tensor | int | None = None if zeros is False else zeros
         if zeros is True:
             self.zero = torch.randint(0, 1 << bits, (groups, n), dtype=torch.uint8, **more)
+        self.levels = list(codebook.LEVELS["nf4"]) if kind == "codebook" else None
         self.kind, self.bits, self.group, self.n, self.k, self.dtype = kind, bits, group, n, k, dtype
         self.rounded = by_torch(codes, self.scale, self.zero, kind, bits, group, k)
         self.exact = by_torch(codes, self.scale.float(), self.zero, kind, bits, group, k).double()
@@ -119,7 +129,14 @@ class Weight:
             return bcq_linear(x, self.packed, self.scale, **more)
         if self.kind == "sparse12":
             return sparse12_linear(x, self.packed, self.scale, **more)
+        if self.kind == "codebook":
+            return codebook_linear(x, self.packed, self.scale, "nf4", **more)
         return woq_linear(x, self.packed, self.scale, self.zero, bits=self.bits, **more)
+
+    def dequantized(self) -> Tensor | None:
+        """By the kernel."""
+        stored = (self.packed, self.scale, *split_zero(self.zero))
+        return _C.lowbit_dequantize(*stored, self.kind, self.bits, self.group, self.levels, self.k)
 
     def tokens(self, m: int, seed: int = 0) -> Tensor:
         return torch.randn(m, self.k, generator=torch.Generator(self.device).manual_seed(seed), device=self.device).to(

@@ -240,19 +240,22 @@ def lowbit_cases() -> int:
         ("uniform", 8, False),
         ("planes", 2, False),
         ("sparse12", 7, False),
+        ("codebook", 4, False),
     )
     small = itertools.product(kinds, ((33, 100), (40, 104), (144, 2176), (3216, 128)), (None, 32, 128))
-    large = itertools.product(kinds[:4:3], ((4256, 512), (6144, 128), (8464, 128), (12800, 128)), (128,))
+    large = itertools.product(
+        (kinds[0], kinds[3], kinds[5]), ((4256, 512), (6144, 128), (8464, 128), (12800, 128)), (128,)
+    )
     for (kind, bits, zeros), (n, k), group in (*small, *large):
         weight = Weight(kind, bits, group, n, k, zeros, torch.float16, device="cpu")
         packed, scale, bias = (t.cuda() for t in (weight.packed, weight.scale, weight.bias))
         zero = None if weight.zero is None else weight.zero.cuda()
-        _C.lowbit_dequantize(packed, scale, zero, None, kind, bits, group, k)
+        _C.lowbit_dequantize(packed, scale, zero, None, kind, bits, group, weight.levels, k)
         for m in (1, 3, 7, 20, 40, 150):
             x = weight.tokens(m)
             call = LowbitCall(
                 x.cuda(), None, packed, scale, zero, None, kind, bits, group, None, None, None, 0.0, bias, None, None, None,
-                "auto", True,
+                "auto", True, levels=weight.levels,
             )  # fmt: skip
             got = _C.lowbit_linear(call)
             if got is None:  # shapes that no kernel for so many tokens takes

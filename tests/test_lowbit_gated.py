@@ -9,7 +9,8 @@ import octofuse
 from helpers import DEVICES, Weight
 from octofuse import _C
 
-KINDS = [("uniform", bits) for bits in range(1, 9)] + [("planes", bits) for bits in (1, 2, 3, 4, 6)] + [("sparse12", 7)]
+KINDS = [("uniform", bits) for bits in range(1, 9)] + [("planes", bits) for bits in (1, 2, 3, 4, 6)]
+KINDS += [("sparse12", 7), ("codebook", 4)]
 # One unit of row tiles; a half that is no row tile; more units than an H200 has SMs, and fewer; long rows.
 SHAPES = ((32, 128), (48, 256), (4544, 256), (1600, 640), (64, 12288))
 

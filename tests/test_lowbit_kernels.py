@@ -11,7 +11,6 @@ from torch.nn.functional import gelu, linear
 
 import octofuse
 from helpers import Weight
-from octofuse import _C
 from octofuse.ops.lowbit import dequantize_lowbit
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +20,7 @@ TOKENS = (1, 2, 3, 4, 5, 8, 9, 16, 33, 64, 65, 200, 300)
 
 
 KINDS = [("uniform", bits, zeros) for bits in range(1, 9) for zeros in (False, True)]
-KINDS += [("planes", bits, False) for bits in range(1, 9)] + [("sparse12", 7, False)]
+KINDS += [("planes", bits, False) for bits in range(1, 9)] + [("sparse12", 7, False), ("codebook", 4, False)]
 
 
 @pytest.mark.parametrize(("kind", "bits", "zeros"), KINDS)
@@ -29,8 +28,7 @@ KINDS += [("planes", bits, False) for bits in range(1, 9)] + [("sparse12", 7, Fa
 def test_products(kind: str, bits: int, zeros: bool, group: int | None) -> None:
     for n, k in (*SHAPES, (3216, 256)):
         weight = Weight(kind, bits, group, n, k, zeros, torch.float16)
-        dequantized = _C.lowbit_dequantize(weight.packed, weight.scale, weight.zero, None, kind, bits, group, k)
-        assert torch.equal(dequantized, weight.rounded)
+        assert torch.equal(weight.dequantized(), weight.rounded)
         for m in TOKENS if (n, k) == (130, 1600) else (1, 6, 40):
             weight.check(weight.tokens(m))
 
@@ -54,7 +52,9 @@ def test_one_zero_for_all(bits: int, dtype: torch.dtype) -> None:
             assert torch.equal(weight.multiply(x), want)
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("uniform", 4), ("uniform", 8), ("planes", 3), ("sparse12", 7)])
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("uniform", 4), ("uniform", 8), ("planes", 3), ("sparse12", 7), ("codebook", 4)]
+)
 def test_bfloat16_and_long_rows(kind: str, bits: int) -> None:
     for dtype, (n, k) in itertools.product((torch.bfloat16, torch.float16), ((200, 768), (64, 16384), (40, 49152))):
         weight = Weight(kind, bits, 128, n, k, False, dtype)
@@ -62,7 +62,7 @@ def test_bfloat16_and_long_rows(kind: str, bits: int) -> None:
             weight.check(weight.tokens(m))
 
 
-SOME = [("uniform", 4), ("uniform", 3), ("uniform", 6), ("planes", 2), ("sparse12", 7)]
+SOME = [("uniform", 4), ("uniform", 3), ("uniform", 6), ("planes", 2), ("sparse12", 7), ("codebook", 4)]
 # Each way to cut N and K into blocks.
 BLOCKS = [(200, 104), (200, 1600), (200, 12288), (4096, 1040), (4352, 1600), (6144, 512), (10240, 256), (13312, 256)]
 
@@ -94,7 +94,7 @@ def test_a_token_keeps_its_bits(kind: str, bits: int, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bits"), [("uniform", 4), ("uniform", 2), ("uniform", 8), ("planes", 3), ("sparse12", 7)]
+    ("kind", "bits"), [("uniform", 4), ("uniform", 2), ("uniform", 8), ("planes", 3), ("sparse12", 7), ("codebook", 4)]
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norms_in_front(kind: str, bits: int, dtype: torch.dtype) -> None:
@@ -191,7 +191,7 @@ def test_epilogues(m: int) -> None:
     assert torch.equal(strided, weight.multiply(x, residual=wide[:, 3:133].contiguous(), bias=None))
 
 
-@pytest.mark.parametrize(("kind", "bits", "zeros"), [*KINDS[2:8:2], KINDS[9], KINDS[14], *KINDS[-8:-5], KINDS[-1]])
+@pytest.mark.parametrize(("kind", "bits", "zeros"), [*KINDS[2:8:2], KINDS[9], KINDS[14], *KINDS[-9:-6], *KINDS[-2:]])
 @pytest.mark.parametrize("group", [None, 64, 128])
 def test_int8_tokens(kind: str, bits: int, zeros: bool, group: int | None) -> None:
     """Up to 4 exact but for sums and rounding, alone or not; more as fp16 numbers."""

@@ -21,7 +21,9 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w3a16-g32", "w2a16-g64-zp", "w1a16-g32", "bcq-q3-g32", "sparse12-w7-g64"])
+@pytest.mark.parametrize(
+    "name", ["w4a16", "w3a16-g32", "w2a16-g64-zp", "w1a16-g32", "bcq-q3-g32", "sparse12-w7-g64", "nf4"]
+)
 @pytest.mark.parametrize(("n", "k"), [(48, 128), (33, 100)])
 def test_a_trained_layer_starts_as_what_it_replaces(name: str, n: int, k: int) -> None:
     layer, _ = layer_of(name, n, k, torch.float32, "cpu")

@@ -14,8 +14,8 @@ from helpers import DEVICES, PROMPTS, by_transformers, ids, layer_of, small_gpt2
 from octofuse import quantize_per_token
 from octofuse.generate import Generator
 from octofuse.models import compare, quantize_, weight_bytes
-from octofuse.nn import BCQLinear, PackedLinear, WeightOnlyLinear, quantised_layer
-from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
+from octofuse.nn import BCQLinear, CodebookLinear, PackedLinear, WeightOnlyLinear, quantised_layer
+from octofuse.ops.lowbit import bcq_linear, codebook_linear, sparse12_linear, woq_linear
 from octofuse.quant import WeightOnly
 
 NAMES = (
@@ -30,6 +30,8 @@ NAMES = (
     "w1a16-g32",
     "bcq-q3-g32",
     "sparse12-w7-g64",
+    "nf4",
+    "fp4-g32",
 )
 
 
@@ -93,7 +95,7 @@ def test_epilogues(device: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["w4a16-g32-zp", "w3a16", "bcq-q2-g64", "sparse12-w7"])
+@pytest.mark.parametrize("name", ["w4a16-g32-zp", "w3a16", "bcq-q2-g64", "sparse12-w7", "nf4"])
 def test_int8_activations(device: str, name: str) -> None:
     """As the same numbers in floating point would be multiplied."""
     layer, _ = layer_of(name, 40, 96, torch.float32, device)
@@ -103,6 +105,8 @@ def test_int8_activations(device: str, name: str) -> None:
         got = bcq_linear(q, layer.packed, layer.alpha, None, layer.bias, **more)
     elif isinstance(layer, WeightOnlyLinear):
         got = woq_linear(q, layer.packed, layer.scale, layer.zeros, layer.bias, bits=layer.scheme.bits, **more)
+    elif isinstance(layer, CodebookLinear):
+        got = codebook_linear(q, layer.packed, layer.scale, layer.scheme.code, layer.bias, **more)
     else:
         got = sparse12_linear(q, layer.packed, layer.scale, layer.bias, **more)
     x = (q.flatten(0, 1).double() * scale.double()).view(2, 3, 96)
@@ -209,7 +213,7 @@ def test_models_quantise_save_load_and_generate(name: str, tmp_path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["w4a16-g64", "w3a16-g32-zp", "bcq-q3-g32", "sparse12-w7"])
+@pytest.mark.parametrize("name", ["w4a16-g64", "w3a16-g32-zp", "bcq-q3-g32", "sparse12-w7", "nf4"])
 def test_generation_on_the_gpu(name: str) -> None:
     """Prefill and captured steps by the kernels: what the CPU computes in fp32, and what a prompt gives alone."""
     model = quantize_(small_gpt2(), name, progress=False).eval().requires_grad_(False)

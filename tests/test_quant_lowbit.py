@@ -280,6 +280,9 @@ def test_one_of_two_columns(group: int | None, columns: int) -> None:
         "bcq-q1",
         "sparse12-w7",
         "sparse12-w7-g32",
+        "nf4",
+        "nf4-g128",
+        "fp4",
     ],
 )
 def test_names(name: str) -> None:
@@ -299,6 +302,7 @@ def test_names(name: str) -> None:
         ("w9a16", "scheme: expected a name such as"),
         ("bcq-q0", "scheme: expected a name such as"),
         ("sparse12-w6", "scheme: expected a name such as"),
+        ("nf4-g100", "group: expected None or one of 32, 64, 128, 256, got 100"),
         ("w4a16-awk", "scheme: expected a name such as"),
     ],
 )

@@ -2,6 +2,7 @@
 // (None).
 #include <pybind11/stl.h>
 
+#include <cmath>
 #include <optional>
 
 #include "arguments.h"
@@ -27,7 +28,25 @@ struct LowbitWeight {
 LowbitFormat parse_kind(const std::string& kind, int bits) {
   if (bits < 1 || bits > 8) refuse<ValueError>("bits", "1 to 8", std::to_string(bits));
   if (kind == "planes") return LowbitFormat::kPlanes;
+  if (kind == "codebook") {
+    if (bits != 4) refuse<ValueError>("bits", "4 beside a codebook", std::to_string(bits));
+    return LowbitFormat::kCodebook;
+  }
   return kind == "sparse12" ? LowbitFormat::kSparse12 : LowbitFormat::kUniform;
+}
+
+Levels parse_levels(py::handle given) {
+  Levels levels{};
+  const auto values = given.is_none() ? std::vector<double>() : given.cast<std::vector<double>>();
+  if (values.size() != levels.size()) refuse<ValueError>("levels", "16 numbers", std::to_string(values.size()));
+  for (size_t i = 0; i < levels.size(); ++i) {
+    constexpr double kLargest = 65504.0;  // of fp16
+    if (!(std::abs(values[i]) <= kLargest)) {
+      refuse<ValueError>("levels", "numbers from -65504 to 65504", std::to_string(values[i]));
+    }
+    levels[i] = static_cast<float>(values[i]);
+  }
+  return levels;
 }
 
 // Contiguous, on the packed words' device.
@@ -49,9 +68,10 @@ int twice_zero_of(py::handle zero_point, int bits) {
 
 // scale is called "alpha" for planes: [groups, planes, N].
 LowbitWeight checked_weight(py::handle packed, py::handle scale, py::handle zero, py::handle zero_point,
-                            const std::string& kind, int bits, py::handle group, int64_t k) {
+                            const std::string& kind, int bits, py::handle group, py::handle levels, int64_t k) {
   LowbitArgs args;
   args.format = parse_kind(kind, bits);
+  if (args.format == LowbitFormat::kCodebook) args.levels = parse_levels(levels);
   args.bits = bits;
   const bool planes = args.format == LowbitFormat::kPlanes;
   LowbitWeight weight{TensorView(packed, "packed"), TensorView(scale, planes ? "alpha" : "scale"), {}, args};
@@ -171,7 +191,7 @@ LowbitCall checked_call(const LowbitFields& given) {
   const int64_t k = x.size(x.ndim() - 1);
   LowbitCall call{x,
                   checked_weight(given.packed, given.scale, given.zero, given.zero_point, parse_str(given.kind, "kind"),
-                                 given.bits.cast<int>(), given.group, k),
+                                 given.bits.cast<int>(), given.group, given.levels, k),
                   {},
                   {},
                   {},
@@ -257,8 +277,8 @@ py::dict select_op(const std::string& kind, int bits, int64_t m, int64_t n, int6
 }
 
 py::object lowbit_dequantize_op(py::handle packed, py::handle scale, py::handle zero, py::handle zero_point,
-                                const std::string& kind, int bits, py::handle group, int64_t k) {
-  const LowbitWeight weight = checked_weight(packed, scale, zero, zero_point, kind, bits, group, k);
+                                const std::string& kind, int bits, py::handle group, py::handle levels, int64_t k) {
+  const LowbitWeight weight = checked_weight(packed, scale, zero, zero_point, kind, bits, group, levels, k);
   const bool served = !weight.packed.on_cpu() && weight.scale.dtype != DType::kFloat32 &&
                       problem_of(weight.args).unserved == nullptr &&
                       device_capability(weight.packed.device()).kernels_mma;

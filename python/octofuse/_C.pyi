@@ -73,6 +73,7 @@ def lowbit_dequantize(
     kind: str,
     bits: int,
     group: int | None,
+    levels: list[float] | None,
     k: int,
 ) -> Tensor | None: ...
 

@@ -7,15 +7,17 @@
 // has the one description), and
 //   uniform:  w = scale * (code - zero), codes of 1 to 8 bits; zero: of each group, or one for all
 //   planes:   w = sum of scale[i] * (+1 where bit i of the code is set, else -1), 1 to 8 of them
-//   sparse12: of every two columns one, its value of 7 bits times scale.
+//   sparse12: of every two columns one, its value of 7 bits times scale
+//   codebook: w = scale * levels[code], codes of 4 bits; levels and scale are of x's type.
 //
 // Up to 4 tokens (lowbit/gemv_int8.cu, lowbit/gemv_binary.cu): the 128 values of a token in a k-block share a power of
-// two, by which they become integers of 16 bits. Products of these run on int8 or binary tensor cores and are exact;
-// sums over groups are in fp32, in an order of K alone. More tokens (lowbit/gemm.cu): weights are rounded once, to x's
-// type, and multiplied on its tensor cores, with sums in fp32 in an order of N and K. So a token's bits do not depend
-// on the other tokens.
+// two, by which they become integers of 16 bits. Products of these run on int8 or binary tensor cores and are exact
+// (levels of a codebook: as integers of 14 bits); sums over groups are in fp32, in an order of K alone. More tokens
+// (lowbit/gemm.cu): weights are rounded once, to x's type, and multiplied on its tensor cores, with sums in fp32 in an
+// order of N and K. So a token's bits do not depend on the other tokens.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "octofuse/gemm.h"
@@ -24,7 +26,9 @@
 
 namespace octofuse {
 
-enum class LowbitFormat : int8_t { kUniform, kPlanes, kSparse12 };
+enum class LowbitFormat : int8_t { kUniform, kPlanes, kSparse12, kCodebook };
+
+using Levels = std::array<float, 16>;
 
 // What select_lowbit() may look at: kinds, shapes and alignments, never a value.
 struct LowbitProblem {
@@ -71,6 +75,7 @@ struct LowbitArgs {
   const void* scale = nullptr;    // [groups, n]; planes: [groups, planes, n]
   const uint8_t* zero = nullptr;  // [groups, n], uniform alone, or null
   int twice_zero = 0;             // uniform without `zero`: that of all, twice, since the middle of 2^b codes is x.5
+  Levels levels{};                // codebook
   // Of it x_scale, out_scale, bias, activation and residual are read; bias and residual are of `type`.
   EpilogueArgs epilogue;
   bool gated = false;                // no residual then

@@ -28,6 +28,13 @@ struct Lanes {
   static Lanes look_up(const float* table, const uint8_t* at, int shift) {
     return {_mm256_permutevar8x32_ps(_mm256_loadu_ps(table), _mm256_srli_epi32(integers(at), shift))};
   }
+  // table[byte] of eight bytes below 16.
+  static Lanes look_up_16(const float* table, const uint8_t* at) {
+    const __m256i codes = integers(at);
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), codes);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), codes);
+    return {_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)))};
+  }
   void store(float* at) const { _mm256_storeu_ps(at, v); }
   Lanes operator-(Lanes other) const { return {_mm256_sub_ps(v, other.v)}; }
   Lanes operator+(Lanes other) const { return {_mm256_add_ps(v, other.v)}; }
@@ -89,6 +96,11 @@ struct Lanes {
   static Lanes look_up(const float* table, const uint8_t* at, int shift) {
     float values[8];
     for (int i = 0; i < 8; ++i) values[i] = table[at[i] >> shift & 7];
+    return load(values);
+  }
+  static Lanes look_up_16(const float* table, const uint8_t* at) {
+    float values[8];
+    for (int i = 0; i < 8; ++i) values[i] = table[at[i]];
     return load(values);
   }
 };

@@ -1,6 +1,7 @@
 // Linears with weights of few bits, a row tile of 16 channels at a time. Codes are unpacked into the first-level cache
 // and become floats in registers, for one token, or in the cache, for more:
 //   uniform, sparse12: code - zero, exactly; a group's sum is multiplied by its scale
+//   codebook: the level, likewise
 //   planes: a table of the sums of up to three planes' scales, which a code's bits look up
 // A token's sums run along K in one order, whatever the other tokens are.
 #pragma once
@@ -27,6 +28,7 @@ struct Group {
   float scale[kTileRows];
   float zero[kTileRows];
   float tables[kTileRows][kTables][8];
+  const float* levels;  // of a codebook
 };
 
 constexpr int64_t words_of_tile(LowbitFormat format, int bits) {
@@ -61,6 +63,7 @@ inline void load_planes(const LowbitArgs& args, int64_t group, int64_t n0, Group
 inline void load_group(const LowbitArgs& args, int64_t group, int64_t n0, Group& found) {
   if (args.format == LowbitFormat::kPlanes) return load_planes(args, group, n0, found);
   load_channels(args.scale, args.type, group, args.n, n0, found.scale);
+  found.levels = args.levels.data();
   if (args.zero != nullptr) {
     const int64_t count = least(kTileRows, args.n - n0);
     for (int64_t i = 0; i < count; ++i) found.zero[i] = static_cast<float>(args.zero[group * args.n + n0 + i]);
@@ -72,10 +75,14 @@ inline void load_group(const LowbitArgs& args, int64_t group, int64_t n0, Group&
   for (float& zero : found.zero) zero = of_all;
 }
 
-// Eight weights of row r; kTables_ of planes, or 0 for codes on a grid, whose scale comes later.
+constexpr int kOfCodebook = -1;
+
+// Eight weights of row r; kPlaneTables of planes, or 0 for codes on a grid and kOfCodebook, whose scale comes later.
 template <int kPlaneTables>
 inline Lanes weights(const Group& group, int r, const uint8_t* codes) {
-  if constexpr (kPlaneTables == 0) {
+  if constexpr (kPlaneTables == kOfCodebook) {
+    return Lanes::look_up_16(group.levels, codes);
+  } else if constexpr (kPlaneTables == 0) {
     return Lanes::load_bytes(codes) - Lanes::all(group.zero[r]);
   } else {
     Lanes sum = Lanes::look_up(group.tables[r][0], codes, 0);
@@ -128,7 +135,7 @@ inline void multiply_segment(int columns, const float* x, int64_t ldx, const flo
 template <int kPlaneTables>
 inline void multiply_tokens(const Group& group, const Codes& codes, int first, int columns, const float* x, int64_t ldx,
                             int64_t tokens, float (*sums)[kTileRows][8]) {
-  constexpr bool kScaled = kPlaneTables == 0;
+  constexpr bool kScaled = kPlaneTables <= 0;
   if (tokens == 1) {
     const auto load = [&](int r, int i) { return weights<kPlaneTables>(group, r, codes[r] + first + i * 8); };
     for (int r = 0; r < kTileRows; r += 4) {
@@ -202,11 +209,14 @@ inline void lowbit_by(const LowbitArgs& args, const float* x, int64_t ldx, int64
 }
 
 inline int plane_tables(const LowbitArgs& args) {
+  if (args.format == LowbitFormat::kCodebook) return kOfCodebook;
   return args.format == LowbitFormat::kPlanes ? (args.bits + 2) / 3 : 0;
 }
 
 inline void lowbit_tile(const LowbitArgs& args, const float* x, int64_t ldx, int64_t m0, int64_t m1, int64_t tile) {
   switch (plane_tables(args)) {
+    case kOfCodebook:
+      return lowbit_by<kOfCodebook>(args, x, ldx, m0, m1, tile);
     case 0:
       return lowbit_by<0>(args, x, ldx, m0, m1, tile);
     case 1:

@@ -101,11 +101,19 @@ using Codes = uint8_t[kTileRows][kBlockK];
 
 inline void store_codes(Words codes, uint8_t* row, int s) { std::memcpy(row + s * 32, &codes, 32); }
 
-// Codes whose fields, the low bits first, have these widths.
-template <int... kWidths>
-void unpack_fields(const uint32_t* words, Codes& codes) {
+// Of a codebook: row g's codes are the low half of a word, row g + 8's the high one.
+struct CodebookField : Field<4> {
+  Words codes(int s, int half) const {
+    const Words codes = of[s] >> (16 * half);
+    return (codes & 0x0F0F) | (codes & 0xF0F0) << 12;
+  }
+};
+
+// Codes out of these fields, the low bits first.
+template <class... Fields>
+void unpack_of(const uint32_t* words, Codes& codes) {
   for (int g = 0; g < 8; ++g) {
-    std::tuple<Field<kWidths>...> fields;
+    std::tuple<Fields...> fields;
     int first = 0;
     std::apply(
         [&](auto&... field) {
@@ -125,6 +133,11 @@ void unpack_fields(const uint32_t* words, Codes& codes) {
       }
     }
   }
+}
+
+template <int... kWidths>
+void unpack_fields(const uint32_t* words, Codes& codes) {
+  unpack_of<Field<kWidths>...>(words, codes);
 }
 
 // Pairs: a byte for two columns, 7 bits of value and which of both it stands in; the other one gets the code of zero.
@@ -153,6 +166,7 @@ inline void unpack_pairs(const uint32_t* words, Codes& codes) {
 
 inline void unpack_tile(LowbitFormat format, int bits, const uint32_t* words, Codes& codes) {
   if (format == LowbitFormat::kSparse12) return unpack_pairs(words, codes);
+  if (format == LowbitFormat::kCodebook) return unpack_of<CodebookField>(words, codes);
   const bool planes = format == LowbitFormat::kPlanes;
   switch (bits) {
     case 1:

@@ -20,6 +20,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "device/ptx.cuh"
+#include "lowbit/levels.h"
 #include "lowbit/shape.h"
 #include "octofuse/lowbit.h"
 
@@ -37,6 +39,7 @@ struct Codes {
   static constexpr int kBits = kBits_;
   static constexpr bool kPlanes = kFormat == LowbitFormat::kPlanes;
   static constexpr bool kSparse = kFormat == LowbitFormat::kSparse12;
+  static constexpr bool kCodebook = kFormat == LowbitFormat::kCodebook;
   static constexpr int kWidth = width_of(kFormat, kBits);  // bits that a column takes in a tile (of a plane)
   static constexpr int kCount = planes_of(kFormat, kBits);
   static constexpr int kWords = 2 * kWidth;    // of a lane and plane
@@ -109,11 +112,55 @@ __device__ inline void codes_of_step(const uint32_t (&words)[Codes<kFormat, kBit
       a[row] = __byte_perm(evens, odds, 0x5410);
       a[row + 2] = __byte_perm(evens, odds, 0x7632);
     }
+  } else if constexpr (Codes<kFormat, kBits>::kCodebook) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t codes = i % 2 == 0 ? words[step * 2 + i / 2] : words[step * 2 + i / 2] >> 16;
+      a[i] = (codes & 0x0F0FU) | (codes & 0xF0F0U) << 12;
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = codes_of<Codes<kFormat, kBits>::kWidth>(words, step * 4 + i);
   }
 }
+
+// ---- codebooks ----
+
+// The levels of both codes of every byte, in shared memory: high and low byte of the first one, then of the second.
+// Each lane has a copy, so that no two ever meet in a bank, and a row is twice as long as 32 of these: then one byte
+// permutation makes an offset of a byte of codes. Levels from prmt alone, which looks up 8 bytes at most, took 120
+// instructions for a tile where this takes 64.
+class LevelTable {
+  static constexpr int kRow = 256;  // bytes
+  uint32_t table_;                  // in shared memory
+  uint32_t lane_;                   // this lane's place in a row
+
+ public:
+  __device__ LevelTable(const char* memory, int lane)
+      : table_(shared_address(memory)), lane_(static_cast<uint32_t>(lane * 4)) {}
+
+  // By 16 warps.
+  __device__ static void fill(char* memory, const IntegerLevels& levels) {
+    const uint32_t first = levels.bytes[threadIdx.x / 32];
+    char* const to = memory + threadIdx.x / 32 * kRow + threadIdx.x % 32 * 4;
+#pragma unroll
+    for (int second = 0; second < 16; ++second) {
+      const uint32_t both = first | static_cast<uint32_t>(levels.bytes[second]) << 16;
+      *reinterpret_cast<uint32_t*>(to + second * 16 * kRow) = __byte_perm(both, 0, 0x2301);
+    }
+    if (threadIdx.x < 64) reinterpret_cast<uint32_t*>(memory + kZerosAt)[threadIdx.x] = 0;
+  }
+
+  // The first operand of a product of 16 columns, two bytes for each: of a word, whose low half has codes of channel
+  // lane / 4, whose high half has those of channel lane / 4 + 8.
+  __device__ void operand(uint32_t word, uint32_t (&a)[4]) const {
+    constexpr uint32_t kSelectors[4] = {0x7604, 0x7624, 0x7614, 0x7634};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      asm("ld.shared.u32 %0, [%1];" : "=r"(a[i]) : "r"(table_ + __byte_perm(word, lane_, kSelectors[i])));
+    }
+  }
+};
 
 // ---- groups ----
 
@@ -144,7 +191,9 @@ __device__ inline uint16_t half_bits(float value, DType type) {
 
 // What a scale is multiplied by beside the token's power of two (see above).
 template <LowbitFormat kFormat>
-constexpr float kFactor = kFormat == LowbitFormat::kPlanes ? 1.0F : 0.5F;
+constexpr float kFactor = kFormat == LowbitFormat::kPlanes     ? 1.0F
+                          : kFormat == LowbitFormat::kCodebook ? 256.0F
+                                                               : 0.5F;
 
 // Adds a segment's products of one plane, of channels lane / 4 and lane / 4 + 8 and one token, times their scales, and
 // clears them.
@@ -154,7 +203,7 @@ __device__ inline void add_products(int32_t (&c)[4], const float (&scale)[2], co
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     int total = 0;
-    if constexpr (kFormat == LowbitFormat::kSparse12) {
+    if constexpr (kFormat == LowbitFormat::kSparse12 || kFormat == LowbitFormat::kCodebook) {
       total = c[row * 2] * 256 + c[row * 2 + 1];
     } else {
       total = c[row * 2] * 512 + (c[row * 2 + 1] * 2 - twice_zero[row] * sum);

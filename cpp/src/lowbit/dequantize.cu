@@ -14,15 +14,18 @@ constexpr int kWarps = 8;
 struct DequantizeArgs {
   Weight w;
   int k;
-  uint16_t* out;  // [n, k]
-  bool wide;      // 8 columns can be stored at once
+  uint16_t* out;        // [n, k]
+  bool wide;            // 8 columns can be stored at once
+  uint16_t levels[16];  // of a codebook, in the weight's type
 };
 
 // Code `column` of the 8 that this lane has of channel lane / 4 + 8 * row, as a number that scales multiply.
-template <LowbitFormat kFormat, int kBits>
-__device__ inline float unscaled(const uint32_t (&a)[4], int row, int column, float zero) {
+template <LowbitFormat kFormat>
+__device__ inline float unscaled(const uint32_t (&a)[4], int row, int column, float zero, float level) {
   const uint32_t byte = a[row + column / 4 * 2] >> (column % 2 * 16 + column / 2 % 2 * 8) & 0xFFU;
   if constexpr (kFormat == LowbitFormat::kSparse12) return static_cast<float>(static_cast<int8_t>(byte) / 2);
+  // Lane i of 16 has level i.
+  if constexpr (kFormat == LowbitFormat::kCodebook) return __shfl_sync(kFullWarp, level, static_cast<int>(byte));
   return static_cast<float>(byte) - zero;
 }
 
@@ -32,6 +35,7 @@ __device__ void values_of_step(const DequantizeArgs& args, const char* tile, int
   using Code = Codes<kFormat, kBits>;
   const Weight& w = args.w;
   const int planes = w.planes;
+  const float level = half_of(args.levels[lane % 16], w.type);
 #pragma unroll 1
   for (int plane = 0; plane < planes; ++plane) {
     uint32_t words[Code::kWords];
@@ -52,7 +56,7 @@ __device__ void values_of_step(const DequantizeArgs& args, const char* tile, int
                                                                     : w.twice_zero);
 #pragma unroll
       for (int column = 0; column < 8; ++column) {
-        const float value = unscaled<kFormat, kBits>(a, row, column, zero);
+        const float value = unscaled<kFormat>(a, row, column, zero, level);
         values[row][column] = __fadd_rn(values[row][column], __fmul_rn(Code::kPlanes ? 2.0F * value : value, scale));
       }
     }
@@ -129,7 +133,8 @@ void launch(const DequantizeArgs& args, cudaStream_t stream) {
 void lowbit_dequantize(const LowbitArgs& given, void* w, int device, Stream stream) {
   const DeviceGuard guard(device);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const lowbit::DequantizeArgs args{lowbit::Weight(given), given.k, static_cast<uint16_t*>(w), given.k % 8 == 0};
+  lowbit::DequantizeArgs args{lowbit::Weight(given), given.k, static_cast<uint16_t*>(w), given.k % 8 == 0, {}};
+  for (size_t i = 0; i < given.levels.size(); ++i) args.levels[i] = lowbit::level_bits(given.levels[i], given.type);
   lowbit::with_format(given, [&](auto format) {
     using Format = decltype(format);
     lowbit::launch<Format::kFormat, Format::kBits>(args, cuda_stream);

@@ -155,7 +155,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_constant__ GemmArgs args) {
   extern __shared__ __align__(1024) char memory[];
   Barriers& barriers = *reinterpret_cast<Barriers*>(memory);
-  char* const ring = memory + kBarrierBytes;
+  char* const ring = memory + kBarrierBytes + Traits::kTableBytes;
   const int thread = static_cast<int>(threadIdx.x);
   // The compiler knows this condition to be the same for a warp, and keeps descriptors in uniform registers.
   const bool is_producer = wgmma::warpgroup_of(thread) == Traits::kConsumers / 128;
@@ -171,6 +171,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_
     if constexpr (Traits::kGroups < 4) barrier_sync<kProducerBarrier, 128>();  // other warps copy the tokens
     if (thread % 32 == 0) producer.start(copies_weights, copies_tokens);
     __syncwarp();
+  }
+  if constexpr (Traits::Code::kCodebook) {
+    CodebookDequantizer<Traits::kType>::fill(reinterpret_cast<uint32_t*>(ring - Traits::kTableBytes), args.levels);
   }
   __syncthreads();
   launch_dependents();
@@ -210,7 +213,8 @@ struct GemmKernel {
   DeviceFlags* raised;
   int tokens, channels, threads, groups, slices;
   int code_bytes;  // of a row tile and plane
-  uint32_t base;   // Dequantizer's
+  int table_bytes;
+  uint32_t base;  // Dequantizer's
 };
 
 template <class Traits>
@@ -224,13 +228,15 @@ GemmKernel kernel_of() {
           Traits::kGroups,
           Traits::kSlices,
           Traits::Code::kBytes,
+          Traits::kTableBytes,
           Dequantizer<typename Traits::Code, Traits::kType>::kBase};
 }
 
 // Which widths have all kinds of blocks. The others do without the largest ones, to keep the library small.
 constexpr bool has_every_block(LowbitFormat format, int bits) {
   const bool common = bits == 8 || (bits >= 2 && bits <= 4);
-  return format == LowbitFormat::kPlanes || (format == LowbitFormat::kUniform && common);
+  return format == LowbitFormat::kPlanes || format == LowbitFormat::kCodebook ||
+         (format == LowbitFormat::kUniform && common);
 }
 
 GemmKernel kernel_for(const LowbitArgs& args, const GemmShape& shape) {
@@ -258,7 +264,8 @@ StageLayout layout_of(const GemmArgs& args, const GemmKernel& kernel) {
   const int end = layout.zeros + (args.has_zeros ? scales : 0);
   layout.stage = static_cast<int>(round_up(end, 1024));  // the swizzle's unit
   // At least 2: a stage comes free when the next one is being multiplied.
-  layout.stages = std::min((kMostShared - kBarrierBytes) / layout.stage, kMostStages) / kernel.groups;
+  const int room = kMostShared - kBarrierBytes - kernel.table_bytes;
+  layout.stages = std::min(room / layout.stage, kMostStages) / kernel.groups;
   return layout;
 }
 
@@ -298,10 +305,14 @@ void run_gemm(const LowbitArgs& given, int device, cudaStream_t stream) {
   args.twice_zero = w.twice_zero;
   args.constant_weight = given.constant_weight;
   args.chained = is_chained(stream, device);
+  if (given.format == LowbitFormat::kCodebook) {
+    for (size_t i = 0; i < given.levels.size(); ++i) args.levels[i] = level_bits(given.levels[i], given.type);
+  }
   args.layout = layout_of(args, kernel);
   describe_operands(given, w, kernel, args);
   const int outputs = kernel.tokens * pitch_of(kernel.channels) * 4;
-  const int shared = kBarrierBytes + kernel.groups * std::max(args.layout.stages * args.layout.stage, outputs);
+  const int shared =
+      kBarrierBytes + kernel.table_bytes + kernel.groups * std::max(args.layout.stages * args.layout.stage, outputs);
   const auto channels = static_cast<unsigned>(ceil_div(given.n, kernel.channels));
   const auto tiles = static_cast<unsigned>(ceil_div(given.m, kernel.tokens));
   const auto split = static_cast<unsigned>(shape.split);

@@ -46,8 +46,9 @@ class Operand {
   Dequantizer<Code, Traits::kType> dequantizer_;
 
  public:
-  __device__ explicit Operand(const GemmArgs& args)
-      : args_(args), lane_(static_cast<int>(threadIdx.x) % 32), dequantizer_(args.base, args.twice_zero) {
+  // table: a codebook's, in shared memory.
+  __device__ Operand(const GemmArgs& args, const char* table)
+      : args_(args), lane_(static_cast<int>(threadIdx.x) % 32), dequantizer_(args.base, args.twice_zero, table) {
     const int row_tile = static_cast<int>(threadIdx.x) % Traits::kGroupThreads / 32;
     const int channel = row_tile * kTileRows + lane_ / 4;
     codes_ = args.layout.codes + row_tile * args.layout.tile;
@@ -144,7 +145,7 @@ __device__ void multiply(uint32_t tokens, int half, uint32_t (&a)[4 * kProducts]
 template <class Traits>
 __device__ void multiply_blocks(const GemmArgs& args, int k_blocks, const char* ring, Barriers& barriers,
                                 RingPosition& at, float (&sums)[Traits::kSums]) {
-  Operand<Traits> operand(args);
+  Operand<Traits> operand(args, ring - Traits::kTableBytes);
   uint32_t a[kHalves][4 * kProducts];
 #pragma unroll
   for (float& sum : sums) sum = 0.0F;

@@ -8,6 +8,7 @@
 #include "device/wgmma.cuh"
 #include "lowbit/epilogue.cuh"
 #include "lowbit/stage.cuh"
+#include "lowbit/weights.cuh"
 
 namespace octofuse::lowbit {
 
@@ -39,6 +40,7 @@ struct GemmArgs {
   int twice_zero;                   // where there are no zero points: 0 with them
   bool has_zeros, constant_weight, chained;
   StageLayout layout;
+  uint16_t levels[16];  // of a codebook, in x's type
   CUtensorMap codes, scales, zeros, x;
 };
 
@@ -64,7 +66,8 @@ struct GemmTraits {
   static constexpr int kSlicesOfGroup = kSlices / kGroups;
   static constexpr int kTokenBytes = kTokens * kBlockK;  // of half a k-block
   static constexpr int kPitch = pitch_of(kChannels);
-  static constexpr int kOutputs = kTokens * kPitch;  // floats of a group's sums
+  static constexpr int kOutputs = kTokens * kPitch;                           // floats of a group's sums
+  static constexpr int kTableBytes = Code::kCodebook ? kLevelTableBytes : 0;  // in front of the rings
 };
 
 struct Barriers {

@@ -32,6 +32,7 @@ struct GemvArgs {
   Epilogue epilogue;
   NormArgs norm;
   int64_t packed_bytes;
+  IntegerLevels levels;  // of a codebook
 
   GemvArgs(const LowbitArgs& args, const NormArgs& norm, bool chained, int device)
       : rows{args.x, args.ldx, args.k, args.type, args.x_is_int8},
@@ -47,7 +48,9 @@ struct GemvArgs {
         w(args),
         epilogue(args),
         norm(norm),
-        packed_bytes(round_up(args.n, kTileRows) * w.k_blocks * kBlockK * args.bits / 8) {
+        packed_bytes(round_up(args.n, kTileRows) * w.k_blocks * kBlockK * args.bits / 8),
+        levels{} {
+    if (args.format == LowbitFormat::kCodebook) levels = integers_of(args.levels);
     if (args.gated) w.apart = row_tiles;
   }
 
@@ -63,6 +66,7 @@ struct GemvKernel {
   DeviceFlags* raised;
   int row_tiles, stage_bytes, blocks_of_stage;
   int deep, shallow;           // stages of a warp where they fit, and where they do not
+  int table_bytes;             // of a codebook
   bool shallow_for_one_stage;  // even where they fit: see leaves_room
 
   bool fits(const GemvArgs& args) const { return layout_of(args, shallow).bytes <= args.room; }
@@ -91,7 +95,7 @@ struct GemvKernel {
   }
 
   SharedLayout layout_of(const GemvArgs& args, int stages) const {
-    return {args.w.k_blocks, args.w.groups.segments, 1 << args.log_tokens, row_tiles, stages, stage_bytes};
+    return {args.w.k_blocks, args.w.groups.segments, 1 << args.log_tokens, row_tiles, stages, stage_bytes, table_bytes};
   }
 };
 
@@ -99,8 +103,15 @@ struct GemvKernel {
 template <class Traits>
 GemvKernel gemv_of(void (*kernel)(GemvArgs)) {
   static DeviceFlags raised;
-  return {reinterpret_cast<const void*>(kernel),  &raised,       Traits::kRowTiles, Traits::kBytes,
-          Traits::kBytes / Traits::Stage::kBytes, Traits::kDeep, kShallowStages,    Traits::kShallowForOneStage};
+  return {reinterpret_cast<const void*>(kernel),
+          &raised,
+          Traits::kRowTiles,
+          Traits::kBytes,
+          Traits::kBytes / Traits::Stage::kBytes,
+          Traits::kDeep,
+          kShallowStages,
+          Traits::kTableBytes,
+          Traits::kShallowForOneStage};
 }
 
 #ifdef __CUDACC__
@@ -158,8 +169,8 @@ class Tokens {
       const int group = group_of(i);
       Integers integers[2];
       if (args_.rows.is_int8) {
-        integers[0] = Integers(share_[0].bytes(0));
-        integers[1] = Integers(share_[0].bytes(1));
+        integers[0] = Operand::of_int8(share_[0].bytes(0));
+        integers[1] = Operand::of_int8(share_[0].bytes(1));
       } else {
         float v[2][4];
         if constexpr (Traits::kNorm) {

@@ -37,6 +37,7 @@ struct Traits {
   static constexpr int kMany = kRing / (kSlices * kBytes);
   static constexpr int kDeep = kMany < kShallowStages ? kShallowStages : kMany > 8 ? 8 : kMany;
   static constexpr bool kShallowForOneStage = false;  // its deep ring is small
+  static constexpr int kTableBytes = 0;
 };
 
 // ---- products ----

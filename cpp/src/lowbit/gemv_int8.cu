@@ -26,17 +26,50 @@ struct Traits {
   // and a deeper ring was slower.
   static constexpr int kDeep = stages_in((Stage::kTile < 1024 ? 112 : 160) << 10, kSlices* kBytes);
   static constexpr bool kShallowForOneStage = true;
+  static constexpr int kTableBytes = level_table_bytes(kFormat);
+  using Operand = std::conditional_t<Code::kCodebook, CodebookOperand, Int8Operand>;
 };
 
-// The products of a k-block. x: this lane's 16 bytes of its token; scales_and_sums: of its token, one for each segment.
+// Adds the products of a step's 32 columns; `words`: this lane's codes of each row tile.
 template <class Traits>
-__device__ void multiply(const Weight& w, const char* x, const ScaleAndSum* scales_and_sums, int tokens, char* stage,
-                         int lane, float (&y)[Traits::kRowTiles][2]) {
+__device__ void multiply_step(const Int8Operand::Reader& x, const LevelTable& /*table*/, int step,
+                              const uint32_t (&words)[Traits::kRowTiles][Traits::Code::kWords],
+                              int32_t (&acc)[Traits::kRowTiles][4]) {
+  using Code = typename Traits::Code;
+#pragma unroll
+  for (int tile = 0; tile < Traits::kRowTiles; ++tile) {
+    uint32_t a[4];
+    codes_of_step<Traits::kFormat, Code::kPlanes ? 1 : Code::kWidth>(words[tile], step, a);
+    mma_int8<Code::kSparse>(a, x.of(step, 0), x.of(step, 1), acc[tile]);
+  }
+}
+
+template <class Traits>
+__device__ void multiply_step(const CodebookOperand::Reader& x, const LevelTable& table, int step,
+                              const uint32_t (&words)[Traits::kRowTiles][Traits::Code::kWords],
+                              int32_t (&acc)[Traits::kRowTiles][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t b[2];
+    x.operand(step, half, b);
+#pragma unroll
+    for (int tile = 0; tile < Traits::kRowTiles; ++tile) {
+      uint32_t a[4];
+      table.operand(words[tile][step * 2 + half], a);
+      mma_int8<true>(a, b[0], b[1], acc[tile]);
+    }
+  }
+}
+
+// The products of a k-block. x: this lane's columns of its token; scales_and_sums: of its token, one for each segment.
+template <class Traits>
+__device__ void multiply(const Weight& w, typename Traits::Operand::Reader& x, const LevelTable& table,
+                         const ScaleAndSum* scales_and_sums, int tokens, char* stage, int lane,
+                         float (&y)[Traits::kRowTiles][2]) {
   using Stage = typename Traits::Stage;
   using Code = typename Traits::Code;
   constexpr int kRowTiles = Traits::kRowTiles;
-  const uint4 columns[2] = {*reinterpret_cast<const uint4*>(x),
-                            *reinterpret_cast<const uint4*>(x + Int8Operand::kHalf)};
+  x.load();
   const int segments = Stage::kGroups > 0 ? Stage::kGroups : w.groups.segments;
   float of_block[kRowTiles][2] = {};
 #pragma unroll
@@ -49,13 +82,7 @@ __device__ void multiply(const Weight& w, const char* x, const ScaleAndSum* scal
     int32_t acc[kRowTiles][4] = {};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const uint4& v = columns[step / 2];
-#pragma unroll
-      for (int tile = 0; tile < kRowTiles; ++tile) {
-        uint32_t a[4];
-        codes_of_step<Traits::kFormat, Code::kPlanes ? 1 : Code::kWidth>(words[tile], step, a);
-        mma_int8<Code::kSparse>(a, step % 2 == 0 ? v.x : v.z, step % 2 == 0 ? v.y : v.w, acc[tile]);
-      }
+      multiply_step<Traits>(x, table, step, words, acc);
       if ((step + 1) * segments % kSteps != 0) continue;
       const int segment = step * segments / kSteps;
       const int sum = scales_and_sums[segment * tokens].sum;
@@ -103,19 +130,26 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
     commit_copies();
   };
   const int segments = Stage::kGroups > 0 ? Stage::kGroups : args.w.groups.segments;
-  Tokens<Traits, Int8Operand> x_tokens(args, args.log_tokens, segments, memory);
+  Tokens<Traits, typename Traits::Operand> x_tokens(args, args.log_tokens, segments, memory);
   if (!args.chained) x_tokens.load();  // else they may not be there yet
 #pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) produce(ring + i * Stage::kBytes);
   const int pitch = kChannels * tokens;  // floats of a slice's sums
-  prepare_tokens(args, x_tokens, memory, kSlices * pitch, kFactor<Traits::kFormat>);
+  char* const table_memory = memory + args.layout.table;
+  float factor = kFactor<Traits::kFormat>;
+  if constexpr (Traits::Code::kCodebook) {
+    LevelTable::fill(table_memory, args.levels);
+    factor *= args.levels.unit;
+  }
+  prepare_tokens(args, x_tokens, memory, kSlices * pitch, factor);
   __syncthreads();
   const int column = lane / 4 & (2 * tokens - 1);  // of x; a token's slots may be fewer than a product's columns
-  const char* const x =
-      memory + (slice * tokens + column / 2) * 2 * kBlockK + column % 2 * Int8Operand::kLow + lane % 4 * 16;
+  const int x_step = kSlices * tokens * 2 * kBlockK;
+  const char* const token = memory + (slice * tokens + column / 2) * 2 * kBlockK + lane % 4 * 16;
+  const typename Traits::Operand::Reader first_columns(token, table_memory + kZerosAt, column % 2 == 1, x_step);
+  const LevelTable table(table_memory, lane);
   const auto* const scales_and_sums = reinterpret_cast<const ScaleAndSum*>(memory + args.layout.scales_and_sums) +
                                       (lane % 4 & (tokens - 1)) + slice * segments * tokens;
-  const int x_step = kSlices * tokens * 2 * kBlockK;
   const int scales_step = kSlices * segments * tokens;
   char* stage = ring;
   char* before = ring + (stages - 1) * Stage::kBytes;  // the one before it
@@ -126,15 +160,15 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
     Addends<1> addends;
     if (output.exists) addends = args.epilogue.load<1>(output.token, output.n);  // needed when the slices are summed
     float y[Traits::kRowTiles][2] = {};
-    const char* columns = x;
+    typename Traits::Operand::Reader columns = first_columns;
     const ScaleAndSum* of_columns = scales_and_sums;
 #pragma unroll 1
     for (int k_block = slice; k_block < k_blocks; k_block += kSlices) {
       wait_for_stages<Traits>(stages);
       __syncwarp();  // this stage has arrived, and the one before has been read
       produce(before);
-      multiply<Traits>(args.w, columns, of_columns, tokens, stage, lane, y);
-      columns += x_step;
+      multiply<Traits>(args.w, columns, table, of_columns, tokens, stage, lane, y);
+      columns.advance();
       of_columns += scales_step;
       before = stage;
       stage = stage == ring + (stages - 1) * Stage::kBytes ? ring : stage + Stage::kBytes;
@@ -202,6 +236,7 @@ GemvKernel with_bits(int bits, const GemvArgs& args) {
 GemvKernel kernel_for(const LowbitArgs& given, const GemvArgs& args) {
   if (given.format == LowbitFormat::kUniform) return with_bits<LowbitFormat::kUniform, 8>(given.bits, args);
   if (given.format == LowbitFormat::kPlanes) return with_bits<LowbitFormat::kPlanes, 8>(given.bits, args);
+  if (given.format == LowbitFormat::kCodebook) return with_groups<LowbitFormat::kCodebook, 4>(args);
   return with_groups<LowbitFormat::kSparse12, 8>(args);
 }
 

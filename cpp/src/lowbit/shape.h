@@ -39,18 +39,24 @@ constexpr int stage_bytes(LowbitFormat format, int bits, int segments, int row_t
 // Shared memory of a gemv block: tokens; the scale and sum of each in every segment; two sets of the slices' sums;
 // rings.
 struct SharedLayout {
-  int scales_and_sums = 0, sums = 0, ring = 0;  // offsets
+  int scales_and_sums = 0, sums = 0, table = 0, ring = 0;  // offsets
   int bytes = 0;
 
-  // tokens: slots for them. stages: of a warp.
+  // tokens: slots for them. stages: of a warp. table_bytes: of a codebook.
   constexpr SharedLayout() = default;
-  constexpr SharedLayout(int k_blocks, int segments, int tokens, int row_tiles, int stages, int stage) {
+  constexpr SharedLayout(int k_blocks, int segments, int tokens, int row_tiles, int stages, int stage,
+                         int table_bytes = 0) {
     scales_and_sums = k_blocks * tokens * 2 * kBlockK;
     sums = static_cast<int>(round_up(scales_and_sums + k_blocks * segments * tokens * 8, 16));
-    ring = static_cast<int>(round_up(sums + 2 * kSlices * row_tiles * kTileRows * tokens * 4, 128));
+    table = static_cast<int>(round_up(sums + 2 * kSlices * row_tiles * kTileRows * tokens * 4, 128));
+    ring = table + table_bytes;
     bytes = ring + kSlices * stages * stage;
   }
 };
+
+// The levels of a codebook in a gemv block's shared memory (LevelTable in codes.cuh), and zeros behind them.
+constexpr int kZerosAt = 256 * 256;
+constexpr int level_table_bytes(LowbitFormat format) { return format == LowbitFormat::kCodebook ? kZerosAt + 256 : 0; }
 
 // Slots for tokens, as a power of two: 1, 2 or 4.
 constexpr int log_slots(int64_t m) { return m > 2 ? 2 : m == 2 ? 1 : 0; }
@@ -69,7 +75,7 @@ struct Int8GemvShape {
 // not aligned: one kernel has to do.
 constexpr Int8GemvShape int8_gemv_shape(LowbitFormat format, int bits, int segments, bool wide) {
   const bool is_uniform = format == LowbitFormat::kUniform;
-  const bool several = is_uniform && (bits == 4 || bits == 8);
+  const bool several = (is_uniform && (bits == 4 || bits == 8)) || format == LowbitFormat::kCodebook;
   const bool one = format == LowbitFormat::kSparse12 || bits != 7;
   if (!wide || (segments > 1 && !several) || (segments == 1 && !one)) return {0, 1, false};
   const int tile = 256 * width_of(format, bits) * planes_of(format, bits);
@@ -94,7 +100,7 @@ constexpr int least_int8_gemv(const LowbitProblem& problem, int row_tiles) {
   const int groups = int8_gemv_shape(problem).groups;
   const int stage = stage_bytes(problem.format, problem.bits, groups == 0 ? 4 : groups, row_tiles);
   return SharedLayout(k_blocks_of(problem.k), segments_of(problem.group), 1 << log_slots(problem.m), row_tiles,
-                      kShallowStages, stage)
+                      kShallowStages, stage, level_table_bytes(problem.format))
       .bytes;
 }
 constexpr int least_int8_gemv(const LowbitProblem& problem) {

@@ -18,6 +18,7 @@ template <int kBits = 8, class F>
 void with_format(const LowbitArgs& args, F f) {
   if (args.format == LowbitFormat::kPlanes) return f(Format<LowbitFormat::kPlanes, 0>());
   if (args.format == LowbitFormat::kSparse12) return f(Format<LowbitFormat::kSparse12, 0>());
+  if (args.format == LowbitFormat::kCodebook) return f(Format<LowbitFormat::kCodebook, 4>());
   if (args.bits == kBits) return f(Format<LowbitFormat::kUniform, kBits>());
   if constexpr (kBits > 1) with_format<kBits - 1>(args, f);
 }
@@ -69,7 +70,7 @@ template <class Code_, int kGroups_, int kRowTiles_>
 struct Stage {
   using Code = Code_;
   static constexpr int kGroups = kGroups_;
-  static constexpr bool kMayHaveZeros = !Code::kPlanes && !Code::kSparse;
+  static constexpr bool kMayHaveZeros = Code::kFormat == LowbitFormat::kUniform;
   static constexpr int kRowTiles = kRowTiles_;
   static constexpr int kSegments = kGroups == 0 ? kSteps : kGroups;
   static constexpr int kTile = Code::kBytes * Code::kCount;

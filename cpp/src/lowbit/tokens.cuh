@@ -80,11 +80,34 @@ struct Integers {
 
 // ---- bytes ----
 
+__device__ inline uint32_t word_of(const uint4& words, int i) {
+  return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
+
 // A token's k-block in 256 bytes, as a quad's lanes read it, 16 bytes for two steps: the high bytes of steps 0 and 1,
 // then their low bytes, then those of steps 2 and 3.
 struct Int8Operand {
   static constexpr int kLow = 64;
   static constexpr int kHalf = 128;  // of the steps
+
+  // This lane's bytes of a k-block. is_low: those of low bytes.
+  struct Reader {
+    const char* at;
+    int to_next;  // bytes to the next k-block of this warp
+    uint4 columns[2];
+
+    __device__ Reader(const char* token, const char* /*zeros*/, bool is_low, int to_next)
+        : at(token + (is_low ? kLow : 0)), to_next(to_next) {}
+    __device__ void load() {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) columns[i] = *reinterpret_cast<const uint4*>(at + i * kHalf);
+    }
+    // Of half a step.
+    __device__ uint32_t of(int step, int half) const { return word_of(columns[step / 2], step % 2 * 2 + half); }
+    __device__ void advance() { at += to_next; }
+  };
+
+  __device__ static Integers of_int8(uint32_t bytes) { return Integers(bytes); }
 
   // to: null for a k-block that does not exist, and then for all behind it.
   template <int kItems>
@@ -96,6 +119,54 @@ struct Int8Operand {
       *reinterpret_cast<uint32_t*>(bytes) = of[i].high;
       *reinterpret_cast<uint32_t*>(bytes + kLow) = of[i].low;
     }
+  }
+};
+
+// The same for products with both bytes of a codebook's levels, each beside its column's byte of the token: those of
+// the token's high bytes are [high, 0], those of its low bytes [low, high], so that their sums stand for 2^16 and for
+// 2^8. What low bytes of both make is left out: it is less than what rounding the token did.
+struct CodebookOperand : Int8Operand {
+  struct Reader {
+    const char *high, *low;  // this lane's of its token; low: zeros for a column of high bytes
+    int step, low_step;      // bytes to the next k-block of this warp
+    uint32_t first, second;  // selectors
+    uint4 of_high[2], of_low[2];
+
+    __device__ Reader(const char* token, const char* zeros, bool is_low, int step)
+        : high(token),
+          low(is_low ? token + kLow : zeros),
+          step(step),
+          low_step(is_low ? step : 0),
+          first(is_low ? 0x6240 : 0x2604),
+          second(is_low ? 0x7351 : 0x3715) {}
+
+    __device__ void load() {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        of_high[i] = *reinterpret_cast<const uint4*>(high + i * kHalf);
+        of_low[i] = *reinterpret_cast<const uint4*>(low + i * kHalf);
+      }
+    }
+    // The second operand of a product of 16 columns: half of a step.
+    __device__ void operand(int step, int half, uint32_t (&b)[2]) const {
+      const uint32_t a = word_of(of_low[step / 2], step % 2 * 2 + half);
+      const uint32_t c = word_of(of_high[step / 2], step % 2 * 2 + half);
+      b[0] = __byte_perm(a, c, first);
+      b[1] = __byte_perm(a, c, second);
+    }
+    __device__ void advance() {
+      high += step;
+      low += low_step;
+    }
+  };
+
+  // An int8 token is all high bytes.
+  __device__ static Integers of_int8(uint32_t bytes) {
+    Integers made(bytes);
+    made.high = bytes;
+    made.low = 0;
+    made.scale = 1.0F / 256.0F;
+    return made;
   }
 };
 
@@ -121,6 +192,8 @@ class BinaryOperand {
   }
 
  public:
+  __device__ static Integers of_int8(uint32_t bytes) { return Integers(bytes); }
+
   // Of the 8 bits of its bytes lane (step, half) ends up with bit 2 * step + half of all lanes' bytes: bit i of the
   // result comes from the lane whose step and half of 16 columns i stands for.
   template <int kItems>

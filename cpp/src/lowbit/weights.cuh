@@ -49,7 +49,7 @@ __device__ inline uint32_t pair_of(float value) {
 // of the number 1024 (bf16: 128) is that number plus the code, so that one subtraction gives code - zero, exactly. bf16
 // has no room for 8 bits beside its 128: there codes go through fp16, which is exact as well, and fp32.
 template <class Code, DType kType>
-class Dequantizer {
+class GridDequantizer {
   static constexpr bool kThroughFp32 = kType == DType::kBFloat16 && (Code::kWidth == 8 || Code::kSparse);
   static constexpr DType kIntegers = kThroughFp32 ? DType::kFloat16 : kType;
   static constexpr bool kIsHalf = kIntegers == DType::kFloat16;
@@ -67,7 +67,7 @@ class Dequantizer {
   // base: kBase, which the compiler must not know. Then it stays in a register, and instructions that have room for one
   // literal are not split in two. twice_zero: that of all. Sparse codes are twice their value, plus 128: weights()
   // flips their sign.
-  __device__ Dequantizer(uint32_t base, int twice_zero) : base_(base) {
+  __device__ GridDequantizer(uint32_t base, int twice_zero, const char* /*table*/) : base_(base) {
     if (kMayHaveHalf && twice_zero % 2 != 0) addend_factor_ = pair_of<kType>(0.5F);
     const int zero = Code::kSparse ? 128 : (twice_zero + 1) / 2;
 #pragma unroll
@@ -140,6 +140,50 @@ class Dequantizer {
     }
   }
 };
+
+// ---- codebooks ----
+
+// For every byte, two codes, both levels in x's type, once for each lane, so that no two lanes ever meet in a bank. Of
+// prmt's bytes a weight would take three times the instructions of logic that a grid's takes.
+constexpr int kLevelTableBytes = 256 * 32 * 4;
+
+// A level times its scale, rounded.
+template <DType kType>
+class CodebookDequantizer {
+  const char* table_;  // this lane's first entry
+  uint32_t scale_[2];
+
+ public:
+  static constexpr uint32_t kBase = 0;
+  static constexpr bool kNibbles = true;
+
+  __device__ CodebookDequantizer(uint32_t /*base*/, int /*twice_zero*/, const char* table)
+      : table_(table + threadIdx.x % 32 * 4) {}
+
+  __device__ static void fill(uint32_t* table, const uint16_t (&levels)[16]) {
+    for (unsigned entry = threadIdx.x / 32; entry < 256; entry += blockDim.x / 32) {
+      table[entry * 32 + threadIdx.x % 32] = levels[entry % 16] | static_cast<uint32_t>(levels[entry / 16]) << 16;
+    }
+  }
+
+  __device__ void set_scale(int channel, uint16_t scale) { scale_[channel] = twice(scale); }
+  __device__ void set_zero(int /*channel*/, uint8_t /*zero*/) {}
+
+  // As the grid's, but channel 0 has the low half of a word, bytes 0 and 2 of its codes first.
+  __device__ void of_nibbles(uint32_t word, uint32_t* a) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t pair = word >> 8 * i & 0xFFU;
+      const uint32_t levels = *reinterpret_cast<const uint32_t*>(table_ + pair * 128);
+      a[i % 2 * 2 + i / 2] = multiply_pairs<kType>(levels, scale_[i / 2]);
+    }
+  }
+
+  __device__ void weights(int /*channel*/, uint32_t /*codes*/, uint32_t& /*even*/, uint32_t& /*odd*/) const {}
+};
+
+template <class Code, DType kType>
+using Dequantizer = std::conditional_t<Code::kCodebook, CodebookDequantizer<kType>, GridDequantizer<Code, kType>>;
 
 // ---- planes ----
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,10 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Want:
-    """A tensor of a layer: dtypes and shapes that it may have."""
+    """A tensor of a layer: dtypes and shapes that it may have; None: the layer looks at its shape."""
 
     dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...] | None
     optional: bool = False
 
 
@@ -41,7 +41,12 @@ class Stored(ABC):
 
 
 class Format(ABC):
-    """A file's quantization_config, understood. The constructor raises ValueError for what is not served, by name."""
+    """A file's quantization_config, understood. The constructor raises ValueError for what is not served, by name.
+
+    renames: regular expressions for parts of tensors' names that no module can have, and what stands in their place here.
+    """
+
+    renames: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any]) -> None: ...

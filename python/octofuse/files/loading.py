@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from octofuse.files.awq import Awq
+from octofuse.files.bitsandbytes import BitsAndBytes
 from octofuse.files.compressed_tensors import CompressedTensors
 from octofuse.files.formats import FLOATS, Format, Stored, Want
 from octofuse.files.fp8 import Fp8, ModelOpt
@@ -28,12 +29,13 @@ from octofuse.nn import linear_layers, output_heads, replace_module
 from octofuse.nn.linear import is_conv1d
 
 FORMATS: dict[str, type[Format]] = {
-    "compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq, "fp8": Fp8, "modelopt": ModelOpt, METHOD: Own,
+    "compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq, "fp8": Fp8, "modelopt": ModelOpt,
+    "bitsandbytes": BitsAndBytes, METHOD: Own,
 }  # fmt: skip
 # Scales of a quantised cache: this library's caches measure their own, for every token and head. The other: computed.
 _LEFT_OUT = re.compile(r"\.(?:[kqv]_scale|[kv]_zero_point|rotary_emb\.inv_freq)$")
 # Tensors that no other layer has.
-_OF_QUANTISED = {"qweight", "qzeros", "weight_packed", "weight_zero_point", "weight_scale_inv"}
+_OF_QUANTISED = {"qweight", "qzeros", "weight_packed", "weight_zero_point", "weight_scale_inv", "weight_absmax"}
 
 
 class _Waiting(nn.Module):
@@ -79,7 +81,7 @@ class Reader:
         linears = {
             name: Linear(layer, *_sizes(layer)) for name, layer in (linear_layers(model) | output_heads(model)).items()
         }
-        headers, in_file = renamed(model, headers)
+        headers, in_file = renamed(model, headers, self.format.renames)
         found = planned(self.format, linears, headers, f"{model.base_model_prefix}.", in_file)
         if not found:
             raise ValueError(f"{files[0]}: expected quantised linears, as quantization_config says, got none")
@@ -113,10 +115,13 @@ def _sizes(layer: Any) -> tuple[int, int]:
     return n, k
 
 
-def renamed(model: nn.Module, headers: Mapping[str, Header]) -> tuple[dict[str, Header], dict[str, str]]:
+def renamed(
+    model: nn.Module, headers: Mapping[str, Header], renames: Mapping[str, str] | None = None
+) -> tuple[dict[str, Header], dict[str, str]]:
     """The headers by the names that transformers will give their tensors, and of each module the name in the file.
 
     Newer versions of transformers name parts of some models otherwise than their files do (Gemma 3, LLaVA, Qwen 2.5 VL).
+    renames: those of a format.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -124,7 +129,10 @@ def renamed(model: nn.Module, headers: Mapping[str, Header]) -> tuple[dict[str, 
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
     modules = {name for name, _ in model.named_modules()}
     found, in_file = {}, {}
-    for name, header in headers.items():
+    for stored, header in headers.items():
+        name = stored
+        for pattern, put in (renames or {}).items():
+            name = re.sub(pattern, put, name)
         module, _, own = name.rpartition(".")
         new = rename_source_key(name, renamings, [])[0].rpartition(".")[0]
         if new not in modules and module in modules:  # as transformers has it
@@ -195,7 +203,7 @@ def _check(name: str, stored: Stored, headers: Mapping[str, Header], linear: Lin
         elif header.dtype not in want.dtypes:
             allowed = " or ".join(str(dtype) for dtype in want.dtypes)
             raise ValueError(f"{header.file}: {name}.{own}: expected {allowed}, got {header.dtype}")
-        elif header.shape not in want.shapes:
+        elif want.shapes is not None and header.shape not in want.shapes:
             allowed = " or ".join(str(list(shape)) for shape in want.shapes)
             raise ValueError(f"{header.file}: {name}.{own}: expected shape {allowed}, got {list(header.shape)}")
     if surplus := sorted(set(headers) - set(wants) - {"bias"}):
@@ -206,8 +214,8 @@ def _check(name: str, stored: Stored, headers: Mapping[str, Header], linear: Lin
 
 
 def enable() -> None:
-    """Let transformers' `from_pretrained` give this library's layers for checkpoints of compressed-tensors, GPTQ, AWQ
-    and FP8, and for its own.
+    """Let transformers' `from_pretrained` give this library's layers for checkpoints of compressed-tensors, GPTQ, AWQ,
+    FP8 and bitsandbytes' 4 bits, and for its own.
 
     Files that are not served here stay transformers' own business, with a warning that says why. OCTOFUSE_ENABLE=1 in the
     environment does the same when octofuse is imported. Raises ImportError without transformers.
@@ -233,8 +241,8 @@ def from_pretrained(
     Args:
         name: a folder or a hub name: a checkpoint of compressed-tensors (int8 weights with int8 activations, or FP8 with
             FP8, dynamic, static, or FP8 in blocks; weights of 2 to 8 bits), of transformers' FP8 (blocks of 128 x 128) or
-            ModelOpt's, GPTQ (2, 3, 4, 8 bits, activation order too) or AWQ (gemm); one that `octofuse quantize` has
-            written; or a floating-point model, which stays one.
+            ModelOpt's, GPTQ (2, 3, 4, 8 bits, activation order too), AWQ (gemm) or bitsandbytes (4 bits, nf4 and fp4);
+            one that `octofuse quantize` has written; or a floating-point model, which stays one.
         device: where its tensors go.
         dtype: of what is not quantised, and of the layers' scales; "auto": the checkpoint's.
         options: for transformers' `from_pretrained`.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -37,7 +38,7 @@ class FileConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """A checkpoint's quantization_config as it is: nothing of it is interpreted, or lost when it is written again."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self.quant_method = config["quant_method"]
+        self.quant_method = _keys_of(config["quant_method"])[0]
         self.config = copy.deepcopy(config)
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,6 +123,10 @@ class OctofuseQuantizer(HfQuantizer):  # type: ignore[misc]
         assert isinstance(self.work, OnLoad)
         return QuantiseOp(self.work)
 
+    def get_weight_conversions(self) -> list[WeightRenaming]:
+        renames = self.work.format.renames if isinstance(self.work, Reader) else {}
+        return [WeightRenaming(pattern, put) for pattern, put in renames.items()]
+
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """transformers writes the model's config after this: it then speaks of the layers as they are now."""
         if getattr(model, "_hf_peft_config_loaded", False):  # it writes the adapters alone
@@ -193,12 +198,17 @@ class _Quantizers:
 
 
 def stand_in() -> None:
-    for method in FORMATS:
+    for method in (key for one in FORMATS for key in _keys_of(one)):
         if method not in _THEIRS:
             mappings = (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
             _THEIRS[method] = quantizer, config = tuple(mapping.get(method) for mapping in mappings)
             auto.AUTO_QUANTIZER_MAPPING[method] = _Quantizers(quantizer)
             auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _Configs(config)
+
+
+def _keys_of(method: str) -> tuple[str, ...]:
+    """What transformers' mappings call a method."""
+    return ("bitsandbytes_4bit",) if method == "bitsandbytes" else (method,)
 
 
 def enable(wanted: bool) -> None:

@@ -16,7 +16,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from octofuse.quant import AnyScheme, Scheme
+from octofuse.quant import AnyScheme, Scheme, WeightOnly
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ def kind_of(scheme: AnyScheme | None) -> str:
 def was_timed(gpu: str, scheme: AnyScheme | None) -> bool:
     """Whether decoders of this kind were timed there; else it is put between others by the times of single linears."""
     if isinstance(scheme, Scheme) and scheme.values == "float8":
+        return False
+    if isinstance(scheme, WeightOnly) and scheme.is_codebook:
         return False
     return bool(measured_gpus()[gpu]["kinds"][kind_of(scheme)]["models"])
 

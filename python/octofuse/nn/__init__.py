@@ -6,11 +6,12 @@ from octofuse.nn.joined import joined
 from octofuse.nn.linear import EightBitLinear, Float8Linear, Int8Linear
 from octofuse.nn.make import QUANTISED, empty_layer, quantised_layer
 from octofuse.nn.norm import Norm
-from octofuse.nn.weight_only import BCQLinear, PackedLinear, Sparse12Linear, WeightOnlyLinear
+from octofuse.nn.weight_only import BCQLinear, CodebookLinear, PackedLinear, Sparse12Linear, WeightOnlyLinear
 
 __all__ = [
     "QUANTISED",
     "BCQLinear",
+    "CodebookLinear",
     "EightBitLinear",
     "Float8Linear",
     "FloatingLinear",

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from octofuse.nn.frozen import FrozenLinear
 from octofuse.nn.linear import EightBitLinear, eight_bit_class, is_conv1d
-from octofuse.nn.weight_only import BCQLinear, PackedLinear, Sparse12Linear, WeightOnlyLinear
+from octofuse.nn.weight_only import BCQLinear, CodebookLinear, PackedLinear, Sparse12Linear, WeightOnlyLinear
 from octofuse.quant import Scheme, WeightOnly
 
 QUANTISED = (EightBitLinear, PackedLinear)
-_PACKED: dict[str, Any] = {"grid": WeightOnlyLinear, "bcq": BCQLinear, "sparse12": Sparse12Linear}
+_PACKED: dict[str, Any] = {
+    "grid": WeightOnlyLinear, "bcq": BCQLinear, "sparse12": Sparse12Linear, "nf4": CodebookLinear, "fp4": CodebookLinear,
+}  # fmt: skip
 
 
 def quantised_layer(

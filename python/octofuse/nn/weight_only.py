@@ -13,8 +13,8 @@ from octofuse.nn.gradient import multiplied
 from octofuse.nn.linear import weight_of
 from octofuse.nn.norm import Norm, in_floating_point, in_front
 from octofuse.ops.activations import Activation
-from octofuse.ops.lowbit import bcq_linear, dequantize_lowbit, sparse12_linear, woq_linear
-from octofuse.quant import WeightOnly, bcq, gptq, grid, sparse
+from octofuse.ops.lowbit import bcq_linear, codebook_linear, dequantize_lowbit, sparse12_linear, woq_linear
+from octofuse.quant import WeightOnly, bcq, codebook, gptq, grid, sparse
 from octofuse.quant.packing import pack, pack_pairs, packed_rows, packed_words, row_parts
 
 
@@ -249,3 +249,28 @@ class Sparse12Linear(PackedLinear):
 
     def _multiply(self, x: Tensor, **options: Any) -> Tensor:
         return sparse12_linear(x, self.packed, self.scale, self.bias, group=self.scheme.group, **options)
+
+
+class CodebookLinear(PackedLinear):
+    """y = x @ w^T + bias with w = scale * level of a code (nf4, fp4); buffers besides: scale `[G, N]` in the weight's
+    dtype.
+    """
+
+    scale: Tensor
+
+    def _register(self, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        self.register_buffer("scale", torch.ones((self.groups, self.out_features), dtype=dtype, device=device))
+
+    def _encode(self, w: Tensor, moments: Tensor | None) -> None:
+        done = [codebook.encode(part, self.scheme.code, self.scheme.group) for part in row_parts(w)]
+        self.packed = torch.cat([pack(part.codes, codebook.BITS, codebook=True) for part in done])
+        self.scale = torch.cat([part.scale for part in done]).t().contiguous()
+
+    def dequantized(self, scales: Tensor | None = None) -> Tensor:
+        of_groups = (self.packed, self.scale if scales is None else scales, None, None)
+        kind = ("codebook", codebook.BITS, self.scheme.group, self.in_features)
+        return dequantize_lowbit(*of_groups, *kind, list(codebook.LEVELS[self.scheme.code]))
+
+    def _multiply(self, x: Tensor, **options: Any) -> Tensor:
+        of_groups = (self.scale, self.scheme.code, self.bias)
+        return codebook_linear(x, self.packed, *of_groups, group=self.scheme.group, **options)

@@ -5,7 +5,7 @@ from octofuse.ops.decode import quantized_linear
 from octofuse.ops.explain import Explanation, engines, explain, tune_cublaslt
 from octofuse.ops.gemm import i8f16_linear, i8i8_linear, i8i8_matmul, i8i32_matmul, weight_sums
 from octofuse.ops.linear import linear
-from octofuse.ops.lowbit import bcq_linear, sparse12_linear, woq_linear
+from octofuse.ops.lowbit import bcq_linear, codebook_linear, sparse12_linear, woq_linear
 from octofuse.ops.quantize import dequantize, quantize_per_block, quantize_per_tensor, quantize_per_token
 from octofuse.ops.rows import (
     activate,
@@ -46,6 +46,7 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_quantize",
     "bcq_linear",
+    "codebook_linear",
     "dequantize",
     "engines",
     "explain",

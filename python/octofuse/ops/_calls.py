@@ -58,9 +58,9 @@ class RowLinearCall(NamedTuple):
 
 
 class LowbitCall(NamedTuple):
-    """`woq_linear`, `bcq_linear` and `sparse12_linear`; kind: "uniform", "planes" or "sparse12".
+    """`woq_linear`, `bcq_linear`, `sparse12_linear`, `codebook_linear`; kind: "uniform", "planes", "sparse12", "codebook".
 
-    zero_point: one for all groups, in place of zero.
+    zero_point: one for all groups, in place of zero. levels: of a codebook, 16.
     """
 
     x: Tensor
@@ -84,6 +84,7 @@ class LowbitCall(NamedTuple):
     constant_weight: bool
     gated: bool = False
     zero_point: int | None = None
+    levels: list[float] | None = None
 
 
 class RowsCall(NamedTuple):
@@ -165,6 +166,7 @@ TYPES = {
     "SymInt": "SymInt",
     "list[int]": "SymInt[]",
     "float": "float",
+    "list[float] | None": "float[]?",
     "bool": "bool",
     "dtype": "ScalarType",
 }

@@ -14,6 +14,7 @@ from octofuse.ops import cpu, lowbit
 from octofuse.ops._calls import LowbitCall
 from octofuse.ops._guard import dtype_name
 from octofuse.ops.activations import Activation, activation_named
+from octofuse.quant import codebook
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def explain(*arguments: Any, **options: Any) -> Explanation:
     The first form: x `[..., K]`, w `[N, K]`, both int8 or both float8; what `linear`, `i8f16_linear` (out_dtype fp16, bf16,
     fp32), `i8i8_linear` (int8) or `i8i32_matmul` (int32) would run with a contiguous output. Of float8 also
     fast_accumulate, as `linear` has it, and block_scales: whether scales are those of blocks. The second: `woq_linear`,
-    `bcq_linear` or `sparse12_linear` with all the arguments of the call.
+    `bcq_linear`, `sparse12_linear` or `codebook_linear` with all the arguments of the call.
 
     Raises TypeError for another function, ValueError if no engine, or not the one asked for, can serve the call; and what
     the call itself raises for wrong arguments.
@@ -67,7 +68,8 @@ def explain(*arguments: Any, **options: Any) -> Explanation:
 
 _OUTPUTS = (torch.float16, torch.bfloat16, torch.float32, torch.int8)
 _OPERANDS = {"x": (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2), "w": (torch.int8, torch.float8_e4m3fn)}
-_KINDS = {lowbit.woq_linear: "uniform", lowbit.bcq_linear: "planes", lowbit.sparse12_linear: "sparse12"}
+_KINDS = {lowbit.woq_linear: "uniform", lowbit.bcq_linear: "planes", lowbit.sparse12_linear: "sparse12",
+          lowbit.codebook_linear: "codebook"}  # fmt: skip
 
 
 def _bound(function: Any, arguments: Any, options: Any) -> dict[str, Any]:
@@ -87,6 +89,8 @@ def _call_of(function: Any, arguments: Any, options: Any) -> LowbitCall:
         given["bits"] = lowbit.planes_of(given["alpha"])
         given["scale"] = given.pop("alpha")
     given["zero"], given["zero_point"] = lowbit.split_zero(given["zero"])
+    if "levels" in given:
+        given |= {"levels": list(codebook.levels_named(given["levels"])), "bits": codebook.BITS}
     return LowbitCall(kind=_KINDS[function], **given)
 
 

@@ -23,7 +23,7 @@ a call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from octofuse.ops import rows
 from octofuse.ops._calls import LowbitCall, Scale, run
 from octofuse.ops.activations import Activation, activation_named
 from octofuse.ops.quantize import _per_tensor
-from octofuse.quant import bcq, grid, sparse
+from octofuse.quant import bcq, codebook, grid, sparse
 from octofuse.quant.packing import unpack, unpack_pairs
 
 
@@ -203,6 +203,62 @@ def sparse12_linear(
     )  # fmt: skip
 
 
+def codebook_linear(
+    x: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    levels: str | Sequence[float] = "nf4",
+    bias: Tensor | None = None,
+    *,
+    group: int | None = codebook.GROUP,
+    activation: Activation | None = None,
+    residual: Tensor | None = None,
+    constant_weight: bool = False,
+    x_scale: Scale | None = None,
+    norm: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    out_scale: Scale | None = None,
+    engine: str = "auto",
+    gated: bool = False,
+) -> Tensor:
+    """`woq_linear` with w = scale * levels[code], codes of 4 bits.
+
+    Up to 4 tokens kernels multiply levels as integers of 14 bits: of "fp4" exact but for fp32's rounding, of "nf4" within
+    2e-4 of each level. More tokens, and the engine "dequantized": levels in the scale's dtype, their products with scales
+    rounded to it.
+
+    Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023.
+
+    Args:
+        x, bias, activation, residual, constant_weight, x_scale, norm, norm_weight, norm_bias, eps, out_scale, engine,
+            gated: as `woq_linear` takes them.
+        packed: int32, `quant.packing.pack(codes, 4, codebook=True)` of codes `[N, K]`.
+        scale: fp16, bf16 or fp32 `[G, N]`, for each group of `group` columns; None: a row is one group.
+        levels: "nf4", "fp4", or 16 numbers from -65504 to 65504.
+
+    Returns:
+        `[..., N]` as `woq_linear` does.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Examples:
+        >>> from octofuse.quant.packing import pack
+        >>> packed = pack(torch.tensor([[15, 7, 0, 15]]), 4, codebook=True)  # 1, 0, -1, 1
+        >>> octofuse.codebook_linear(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), packed, torch.full((1, 1), 0.5))
+        tensor([[1.]])
+    """
+    of_codes = list(codebook.levels_named(levels))
+    return _call(
+        LowbitCall(
+            x, x_scale, packed, scale, None, None, "codebook", codebook.BITS, group, norm, norm_weight, norm_bias, eps,
+            bias, activation, residual, out_scale, engine, constant_weight, gated, None, of_codes,
+        )
+    )  # fmt: skip
+
+
 def dequantize_lowbit(
     packed: Tensor,
     scale: Tensor,
@@ -212,16 +268,19 @@ def dequantize_lowbit(
     bits: int,
     group: int | None,
     columns: int,
+    levels: list[float] | None = None,
 ) -> Tensor:
-    """The weight, `[N, columns]` in the scale's dtype; kind: "uniform", "planes" or "sparse12"."""
+    """The weight, `[N, columns]` in the scale's dtype; kind: "uniform", "planes", "sparse12" or "codebook"."""
     if offset is None:
-        w = _C.lowbit_dequantize(packed, scale, *split_zero(zero), kind, bits, group, columns)
+        w = _C.lowbit_dequantize(packed, scale, *split_zero(zero), kind, bits, group, levels, columns)
         if w is not None:
             return w
     rows = scale.shape[-1]
     if kind == "sparse12":
         return sparse.dequantize(unpack_pairs(packed, rows, columns), scale.t(), columns, group)
-    codes = unpack(packed, bits, rows, columns, planes=kind == "planes")
+    codes = unpack(packed, bits, rows, columns, planes=kind == "planes", codebook=kind == "codebook")
+    if levels is not None:
+        return codebook.dequantize(codes, scale.t(), levels, group)
     if kind == "planes":
         return bcq.dequantize(codes, scale.permute(2, 0, 1), None if offset is None else offset.t(), group)
     return grid.dequantize(codes, scale.t(), zero.t() if isinstance(zero, Tensor) else zero, bits, group)
@@ -283,7 +342,7 @@ def _dequantized_linear(call: LowbitCall) -> Tensor:
         x = _in_floating_point(x, call.x_scale).to(scale.dtype)
     zero = call.zero if call.zero_point is None else call.zero_point
     stored = (call.packed, scale, zero, call.offset, call.kind, call.bits, call.group)
-    w = dequantize_lowbit(*stored, x.shape[-1])
+    w = dequantize_lowbit(*stored, x.shape[-1], call.levels)
     y = linear(x, w.to(x.dtype), None if call.bias is None else call.bias.to(x.dtype))
     y = activation_named(call.activation)(y)
     y = y if call.residual is None else (y + call.residual).to(y.dtype)

@@ -95,7 +95,7 @@ def fit(
     for _ in range(ROUNDS):
         levels = encode(w, *best, bits).float() - _zero_of(best[1], bits)
         scale = (w * levels).sum(-1) / levels.square().sum(-1).clamp(min=1e-20)
-        best, least = _better(w, bits, best, least, (_positive(scale, dtype), best[1]))
+        best, least = _better(w, bits, best, least, (positive(scale, dtype), best[1]))
     return best
 
 
@@ -117,14 +117,14 @@ def _range(
     levels = (1 << bits) - 1
     if zero_points:
         low, high = w.amin(-1).clamp(max=0.0) * clip, w.amax(-1).clamp(min=0.0) * clip
-        scale = _positive((high - low) / levels, dtype)
+        scale = positive((high - low) / levels, dtype)
         return scale, (-low / scale.float()).round().clamp(0, levels)
     reach = w.abs().mean(-1) if bits == 1 else w.abs().amax(-1)
     steps = 127.0 if bits == 8 else levels / 2
-    return _positive(reach * clip / steps, dtype), zero
+    return positive(reach * clip / steps, dtype), zero
 
 
-def _positive(scale: Tensor, dtype: torch.dtype) -> Tensor:
+def positive(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """In `dtype`; 1 where that is nothing, so that nobody divides by zero."""
     rounded = scale.to(dtype)
     return torch.where(rounded > 0, rounded, torch.ones_like(rounded))

@@ -17,6 +17,10 @@ bits become two such with a shift and a mask each.
 Of a lane's 2 * f words four lie side by side, then the next lane's four, and behind those of all lanes the next four (two
 instead of four for one bit): 32 lanes read consecutive bytes.
 
+Codes of a codebook (`quant.codebook`) are single fields of 4 bits, but the first of a word's two registers is its low
+half, and a register's codes are nibbles side by side, the second and the third in each other's place: so a byte has two
+neighbours that an fp16 product wants side by side, and half a word what a look-up by nibbles takes.
+
 Pairs (`quant.sparse`: a byte for two columns) have 8 registers: in each step row g and then row g + 8, a byte each of the
 four times two columns.
 """
@@ -51,7 +55,7 @@ def packed_words(bits: int, columns: int) -> int:
     return bits * -(-columns // BLOCK_K) * (BLOCK_K // 32)
 
 
-def pack(codes: Tensor, bits: int, *, planes: bool = False) -> Tensor:
+def pack(codes: Tensor, bits: int, *, planes: bool = False, codebook: bool = False) -> Tensor:
     """codes [N, K], of any integer type, 0 to 2^bits - 1 -> int32 [packed_rows(N), packed_words(bits, K)].
 
     Raises ValueError for codes that do not fit.
@@ -63,7 +67,7 @@ def pack(codes: Tensor, bits: int, *, planes: bool = False) -> Tensor:
     words = []
     low = 0
     for width in fields:
-        words.append(_to_words(lanes >> low & (1 << width) - 1, width))
+        words.append(_to_words(lanes >> low & (1 << width) - 1, width, codebook))
         low += width
     return torch.cat(words, -1).reshape(padded.shape[0], -1)
 
@@ -74,13 +78,15 @@ def row_parts(w: Tensor) -> tuple[Tensor, ...]:
     return parts
 
 
-def unpack(packed: Tensor, bits: int, rows: int, columns: int, *, planes: bool = False) -> Tensor:
+def unpack(
+    packed: Tensor, bits: int, rows: int, columns: int, *, planes: bool = False, codebook: bool = False
+) -> Tensor:
     """The codes, uint8 [rows, columns], of what `pack` gave. Raises ValueError if the words are too few or too many."""
     tiles = _tiles(packed, bits, rows, columns)
     codes = torch.zeros(*tiles.shape[:2], 32, 16, 4, dtype=torch.uint8, device=packed.device)
     first = low = 0
     for width in _fields(bits, planes):
-        values = _from_words(tiles[..., first : first + 64 * width], width)
+        values = _from_words(tiles[..., first : first + 64 * width], width, codebook)
         codes |= values.to(torch.uint8) << low
         first, low = first + 64 * width, low + width
     in_lanes = codes.view(*codes.shape[:2], 8, 4, 4, 2, 2, 2, 2)
@@ -123,22 +129,24 @@ def _tiles(packed: Tensor, bits: int, rows: int, columns: int) -> Tensor:
     return packed.reshape(want[0] // TILE_ROWS, -1, bits * TILE_ROWS * BLOCK_K // 32)
 
 
-def _to_words(registers: Tensor, width: int) -> Tensor:
+def _to_words(registers: Tensor, width: int, codebook: bool = False) -> Tensor:
     """[row tiles, k-blocks, lane, register, byte] of `width` bits -> [row tiles, k-blocks, words of the field]."""
     if width <= 2:
         registers = registers.unflatten(3, _REGISTERS).permute(0, 1, 2, *_ROWS_FIRST[width], 6).flatten(3, 5)
     shared = registers.unflatten(3, (-1, 8 // width))
     # No two codes share a bit: adding is as good as or, and wraps around where it must.
-    words: Tensor = (shared << _shifts(width, registers.device)).sum((-1, -2), dtype=torch.int32)
+    words: Tensor = (shared << _shifts(width, registers.device, codebook)).sum((-1, -2), dtype=torch.int32)
     field: Tensor = words.unflatten(3, (-1, min(4, words.shape[3]))).transpose(2, 3).flatten(2)
     return field
 
 
-def _from_words(words: Tensor, width: int) -> Tensor:
+def _from_words(words: Tensor, width: int, codebook: bool = False) -> Tensor:
     """The registers again."""
     side_by_side = 2 if width == 1 else 4
     of_lanes = words.unflatten(2, (-1, 32, side_by_side)).transpose(2, 3).flatten(3)
-    values: Tensor = (of_lanes[..., None, None] >> _shifts(width, words.device) & (1 << width) - 1).flatten(3, 4)
+    values: Tensor = (of_lanes[..., None, None] >> _shifts(width, words.device, codebook) & (1 << width) - 1).flatten(
+        3, 4
+    )
     if width <= 2:
         order = _ROWS_FIRST[width]
         values = values.unflatten(3, [_REGISTERS[i - 3] for i in order])
@@ -152,7 +160,8 @@ def _fields(bits: int, planes: bool) -> tuple[int, ...]:
     return (1,) * bits if planes else _FIELDS[bits]
 
 
-def _shifts(width: int, device: torch.device) -> Tensor:
+def _shifts(width: int, device: torch.device, codebook: bool) -> Tensor:
     """The first bit of each code of a word: [registers of a word, bytes]."""
-    register = torch.arange(8 // width, dtype=torch.int32, device=device) * width
-    return register.unsqueeze(1) + torch.arange(4, dtype=torch.int32, device=device) * 8
+    of_register, of_bytes = (16, (0, 8, 4, 12)) if codebook else (width, (0, 8, 16, 24))
+    register = torch.arange(8 // width, dtype=torch.int32, device=device) * of_register
+    return register.unsqueeze(1) + torch.tensor(of_bytes, dtype=torch.int32, device=device)

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 GROUPS = (32, 64, 128, 256)
+CODES = ("grid", "bcq", "sparse12", "nf4", "fp4")
 METHODS = ("rtn", "mse", "gptq", "awq")
 _NAME = re.compile(r"w([1-8])a16(?:-g(\d+))?(?:-(zp|half))?(?:-(mse|gptq|awq))?")
 _CODED = re.compile(r"bcq-q([1-8])(?:-g(\d+))?")
 _SPARSE = re.compile(r"sparse12-w7(?:-g(\d+))?")
+_CODEBOOK = re.compile(r"(nf4|fp4)(?:-g(\d+))?")
+CODEBOOK_GROUP = 64  # where a name has none
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class WeightOnly:
 
     bits: 1 to 8. group: columns that share a scale; None: a row. Names have 32, 64, 128 and 256 alone.
     code: levels on a uniform "grid" (quant.grid); "bcq": sums of `bits` scaled signs (quant.bcq); "sparse12": one of every
-        two columns, in 7 bits (quant.sparse).
+        two columns, in 7 bits (quant.sparse); "nf4" and "fp4": levels of a codebook (quant.codebook).
     zero_points: a grid that covers a group's smallest to largest value, instead of as much on either side of 0.
     half_zero: a zero between the two middle codes, so that as many levels lie on either side; else it is the code
         2^(bits - 1), as files of other libraries have it (one bit has no such code, 8 bits no other zero).
@@ -30,7 +33,7 @@ class WeightOnly:
 
     bits: int = 4
     group: int | None = 128
-    code: Literal["grid", "bcq", "sparse12"] = "grid"
+    code: Literal["grid", "bcq", "sparse12", "nf4", "fp4"] = "grid"
     zero_points: bool = False
     method: Literal["rtn", "mse", "gptq", "awq"] = "rtn"
     half_zero: bool = False
@@ -45,8 +48,12 @@ class WeightOnly:
             raise ValueError(f"bits: expected 1 to 8, got {self.bits!r}")
         if self.group is not None and (type(self.group) is not int or self.group < 1):
             raise ValueError(f"group: expected None or at least 1, got {self.group!r}")
-        if self.code not in ("grid", "bcq", "sparse12"):
-            raise ValueError(f"code: expected 'grid', 'bcq' or 'sparse12', got {self.code!r}")
+        if self.code not in CODES:
+            raise ValueError(f"code: expected one of {', '.join(CODES)}, got {self.code!r}")
+        if self.is_codebook and (self.bits != 4 or self.group is None):
+            raise ValueError(
+                f"bits, group: expected 4 bits and a group with {self.code}, got {self.bits}, {self.group}"
+            )
         if self.code == "sparse12" and self.bits != 7:
             raise ValueError(f"bits: expected 7 with sparse12, got {self.bits}")
         if self.method not in METHODS:
@@ -58,6 +65,10 @@ class WeightOnly:
         if self.half_zero and (self.zero_points or self.bits in (1, 8)):
             beside = "beside zero_points" if self.zero_points else f"at {self.bits} bits"
             raise ValueError(f"half_zero: expected False {beside}, got True")
+
+    @property
+    def is_codebook(self) -> bool:
+        return self.code in ("nf4", "fp4")
 
     @property
     def zero(self) -> int | None:
@@ -81,14 +92,16 @@ class WeightOnly:
             return f"bcq-q{self.bits}{group}"
         if self.code == "sparse12":
             return f"sparse12-w7{group}"
+        if self.is_codebook:
+            return self.code if self.group == CODEBOOK_GROUP else f"{self.code}{group}"
         method = "" if self.method == "rtn" else f"-{self.method}"
         zero = "-zp" if self.zero_points else "-half" if self.half_zero else ""
         return f"w{self.bits}a16{group}{zero}{method}"
 
 
 def weight_only_named(name: str) -> WeightOnly | None:
-    """The scheme of names like "w8a16", "w4a16-g128", "w3a16-g64-zp-gptq", "w4a16-g128-half", "bcq-q3-g128" and
-    "sparse12-w7"; None for others.
+    """The scheme of names like "w8a16", "w4a16-g128", "w3a16-g64-zp-gptq", "w4a16-g128-half", "bcq-q3-g128",
+    "sparse12-w7", "nf4" (groups of 64) and "fp4-g128"; None for others.
 
     Raises ValueError for a group that there is not.
     """
@@ -99,6 +112,8 @@ def weight_only_named(name: str) -> WeightOnly | None:
         return WeightOnly(int(found[1]), _group(found[2]), "bcq")
     if found := _SPARSE.fullmatch(name):
         return WeightOnly(7, _group(found[1]), "sparse12")
+    if found := _CODEBOOK.fullmatch(name):
+        return WeightOnly(4, _group(found[2]) or CODEBOOK_GROUP, found[1])  # type: ignore[arg-type]
     return None
 
 

@@ -1,0 +1,132 @@
+"""bitsandbytes' 4-bit checkpoints: their weights, bit for bit in fp32, and what is wrong with them by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import octofuse
+from checkpoints import BitsAndBytes, write_folder
+from octofuse.nn import CodebookLinear
+from test_files import model_of
+
+NAME = "model.layers.0.mlp.down_proj.weight"
+
+
+def written(
+    folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, **more: Any
+) -> tuple[Path, BitsAndBytes]:
+    source = model_of(kind, dtype)
+    found = BitsAndBytes(source, **more)
+    return write_folder(source, folder, found.tensors, found.config), found
+
+
+@pytest.mark.parametrize("code", ["nf4", "fp4"])
+@pytest.mark.parametrize("double", [True, False])
+def test_weights(code: str, double: bool, tmp_path: Path) -> None:
+    for kind, block in (("llama", 64), ("opt", 32)):
+        folder, found = written(tmp_path / kind, kind, code=code, block=block, double=double)
+        model = octofuse.from_pretrained(folder)
+        for name, weight in found.weights.items():
+            layer = model.get_submodule(name)
+            assert isinstance(layer, CodebookLinear)
+            assert layer.scheme.group == block
+            assert torch.equal(layer.dequantized(), weight), name
+        half = octofuse.from_pretrained(folder, dtype=torch.float16)
+        for name, weight in found.weights.items():
+            torch.testing.assert_close(half.get_submodule(name).dequantized().float(), weight, rtol=2.0**-9, atol=1e-7)
+
+
+def test_saved_again_and_through_transformers(tmp_path: Path) -> None:
+    folder, _ = written(tmp_path / "a")
+    model = octofuse.from_pretrained(folder)
+    ids = torch.tensor([[1, 5, 9]])
+    octofuse.save_pretrained(model, tmp_path / "b")
+    assert torch.equal(octofuse.from_pretrained(tmp_path / "b")(ids).logits, model(ids).logits)
+    from transformers import AutoModelForCausalLM
+
+    octofuse.enable()
+    try:
+        theirs = AutoModelForCausalLM.from_pretrained(folder)
+    finally:
+        octofuse.disable()
+    assert torch.equal(theirs(ids).logits, model(ids).logits)
+
+
+def test_storage_in_floating_point(tmp_path: Path) -> None:
+    """`bnb_4bit_quant_storage`: the same bytes under another dtype."""
+    folder, found = written(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    for name in found.weights:
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].view(-1).view(torch.bfloat16).unsqueeze(1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for name, weight in found.weights.items():
+        assert torch.equal(octofuse.from_pretrained(folder).get_submodule(name).dequantized(), weight)
+
+
+def with_state(**changes: Any) -> Any:
+    def change(tensors: dict[str, Tensor]) -> None:
+        key = f"{NAME}.quant_state.bitsandbytes__nf4"
+        state = json.loads(bytes(tensors[key].tolist()).decode()) | changes
+        tensors[key] = torch.tensor([*json.dumps(state).encode()]).to(torch.uint8)
+
+    return change
+
+
+def with_tensor(part: str, tensor: Tensor | None) -> Any:
+    def change(tensors: dict[str, Tensor]) -> None:
+        if tensor is None:
+            del tensors[f"{NAME}.{part}"]
+        else:
+            tensors[f"{NAME}.{part}"] = tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_state(blocksize=48), "blocksize: expected one that divides"),
+        (with_state(blocksize="64"), "blocksize: expected one that divides"),
+        (with_state(shape=[1, 2]), r"shape: expected \[.*\], got \[1, 2\]"),
+        (with_state(quant_type="fp4"), "quant_type: expected 'nf4', got 'fp4'"),
+        (with_state(nested_blocksize=0), r"nested_absmax: expected one value for every 0"),
+        (with_state(nested_offset=None), "nested_offset: expected a number, got None"),
+        (with_tensor("quant_state.bitsandbytes__nf4", torch.zeros(3, dtype=torch.uint8)), "quant_state: expected JSON"),
+        (with_tensor("quant_map", torch.zeros(16)), "quant_map: expected the levels of nf4, got others"),
+        (with_tensor("absmax", torch.zeros(3, dtype=torch.uint8)), "absmax: expected .* values, got 3"),
+        (with_tensor("nested_absmax", None), "nested_absmax, weight.nested_quant_map: expected both"),
+        (with_tensor("quant_map", None), "missing"),
+        (with_tensor("strange", torch.zeros(1)), "strange"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(change: Any, message: str, tmp_path: Path) -> None:
+    folder, _ = written(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        octofuse.from_pretrained(folder)
+
+
+def test_bitsandbytes_own_file(tmp_path: Path) -> None:
+    """Where it is installed: what it writes, against what it dequantises."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    model_of("llama", torch.float16).save_pretrained(tmp_path / "source")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "source", quantization_config=config, device_map="cpu")
+    theirs.save_pretrained(tmp_path / "written")
+    ours = octofuse.from_pretrained(tmp_path / "written", dtype=torch.float32)
+    for name, layer in ours.named_modules():
+        if isinstance(layer, CodebookLinear):
+            weight = theirs.get_submodule(name).weight
+            want = functional.dequantize_4bit(weight.data, weight.quant_state)
+            assert torch.equal(layer.dequantized().to(want.dtype), want), name
