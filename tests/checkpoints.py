@@ -151,6 +151,23 @@ class BitsAndBytes:
         self.config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": code}
 
 
+class BitsAndBytes8:
+    """int8 weights with the largest magnitude of each row, as LLM.int8() stores them."""
+
+    def __init__(self, model: Any, threshold: float = 6.0) -> None:
+        g = torch.Generator().manual_seed(8)
+        self.tensors: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}
+        for name, layer in linear_layers(model).items():
+            n, k = weight_of(layer).shape
+            codes = torch.randint(-127, 128, (n, k), generator=g, dtype=torch.int8)
+            largest = torch.rand(n, generator=g) / 16 + 0.01
+            own = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+            self.tensors |= {f"{name}.{key}": tensor for key, tensor in own.items()} | with_bias(name, layer)
+            self.weights[name] = codes * (largest / 127).unsqueeze(1)
+        self.config = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": threshold}
+
+
 def compressed(
     model: Any, *, bits: int = 8, strategy: str = "channel", group: int | None = None, symmetric: bool = True,
     activations: dict[str, Any] | None = None, packed: bool = False, ignore: tuple[str, ...] = ("lm_head",),

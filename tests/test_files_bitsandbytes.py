@@ -1,4 +1,4 @@
-"""bitsandbytes' 4-bit checkpoints: their weights, bit for bit in fp32, and what is wrong with them by name."""
+"""bitsandbytes' checkpoints: their weights, bit for bit in fp32, and what is wrong with them by name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import octofuse
-from checkpoints import BitsAndBytes, write_folder
-from octofuse.nn import CodebookLinear
+from checkpoints import BitsAndBytes, BitsAndBytes8, write_folder
+from octofuse.nn import CodebookLinear, Int8Linear, LLMInt8Linear
 from test_files import model_of
 
 NAME = "model.layers.0.mlp.down_proj.weight"
@@ -115,6 +115,47 @@ def test_what_is_wrong_is_named(change: Any, message: str, tmp_path: Path) -> No
         octofuse.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("threshold", [6.0, 5.5, 0.0])
+def test_eight_bits(threshold: float, tmp_path: Path) -> None:
+    source = model_of("llama")
+    found = BitsAndBytes8(source, threshold)
+    folder = write_folder(source, tmp_path / "a", found.tensors, found.config)
+    model = octofuse.from_pretrained(folder)
+    for name, weight in found.weights.items():
+        layer = model.get_submodule(name)
+        assert type(layer) is (LLMInt8Linear if threshold else Int8Linear)
+        assert layer.scheme.outliers == (threshold or None)
+        assert torch.equal(layer.weight * layer.weight_scale.unsqueeze(1), weight), name
+    ids = torch.tensor([[1, 5, 9]])
+    octofuse.save_pretrained(model, tmp_path / "b")
+    assert torch.equal(octofuse.from_pretrained(tmp_path / "b")(ids).logits, model(ids).logits)
+    assert len(octofuse.generate(model, [[1, 5, 9]], 3)[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"load_in_4bit": True}, "load_in_4bit, load_in_8bit: expected one of both, got"),
+        ({"llm_int8_threshold": -1}, "llm_int8_threshold: expected a number of at least 0, got -1"),
+        ({"llm_int8_threshold": "6"}, "llm_int8_threshold: expected a number of at least 0, got '6'"),
+    ],
+)
+def test_settings_of_eight_bits(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    source = model_of("llama")
+    found = BitsAndBytes8(source)
+    folder = write_folder(source, tmp_path, found.tensors, found.config | config)
+    with pytest.raises(ValueError, match=message):
+        octofuse.from_pretrained(folder)
+
+
+def test_another_order_of_eight_bits(tmp_path: Path) -> None:
+    source = model_of("llama")
+    found = BitsAndBytes8(source)
+    found.tensors["model.layers.0.mlp.down_proj.weight_format"] = torch.tensor(1, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="weight_format: expected 0, rows, got 1"):
+        octofuse.from_pretrained(write_folder(source, tmp_path, found.tensors, found.config))
+
+
 def test_bitsandbytes_own_file(tmp_path: Path) -> None:
     """Where it is installed: what it writes, against what it dequantises."""
     functional = pytest.importorskip("bitsandbytes.functional")
@@ -130,3 +171,22 @@ def test_bitsandbytes_own_file(tmp_path: Path) -> None:
             weight = theirs.get_submodule(name).weight
             want = functional.dequantize_4bit(weight.data, weight.quant_state)
             assert torch.equal(layer.dequantized().to(want.dtype), want), name
+
+
+def test_bitsandbytes_own_eight_bits(tmp_path: Path) -> None:
+    """Where it is installed: its own product of an input with outliers."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    model_of("llama", torch.float16).save_pretrained(tmp_path / "source")
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "source", quantization_config=config, device_map="cpu")
+    theirs.save_pretrained(tmp_path / "written")
+    ours = octofuse.from_pretrained(tmp_path / "written")
+    name = "model.layers.0.mlp.down_proj"
+    x = torch.randn(7, ours.get_submodule(name).in_features).half()
+    x[:, 5] *= 40
+    with torch.no_grad():
+        want = theirs.get_submodule(name)(x).float()
+        got = ours.get_submodule(name)(x).float()
+    assert (got - want).abs().max() <= 4e-3 * want.abs().max()

@@ -109,6 +109,19 @@ def test_planted_outliers(scheme: str, most: float) -> None:
     assert perplexity(plain, tokens, context=256) > 1.1 * base  # clipping alone helps, and is not enough
 
 
+def test_planted_outliers_in_floating_point() -> None:
+    """LLM.int8() loses what int8 weights alone lose: those beside the outliers are a 60th of others, of few levels."""
+    tokenizer = load_float("embedded", CPU)[1]
+    tokens = evaluation_tokens(tokenizer)[:4096]
+    found = {}
+    for scheme in ("llm-int8", "w8a16", "w8a8-dynamic"):
+        model = plant_outliers(load_float("embedded", CPU)[0])
+        base = perplexity(model, tokens, context=256)
+        found[scheme] = perplexity(quantize_(model, scheme, progress=False), tokens, context=256) / base
+    assert found["llm-int8"] == pytest.approx(found["w8a16"], abs=3e-3)
+    assert found["w8a8-dynamic"] > 1.1 * found["llm-int8"]
+
+
 def test_names_of_schemes() -> None:
     for name in (
         "w8a8-static-mse",

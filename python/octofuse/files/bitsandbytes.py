@@ -1,9 +1,11 @@
-"""bitsandbytes' 4-bit checkpoints: codes of nf4 or fp4 side by side, a row after the other, the first of two in a byte's
-high bits, and the largest magnitude of every block of columns.
+"""bitsandbytes' checkpoints.
 
-Those magnitudes may be quantised once more ("double quantisation"): a byte each, a table of 256 values, a scale for every
-256 of them and what was subtracted from all. Here they become scales of the layer's dtype, so the levels are
-bitsandbytes' own and a weight is rounded as its one-token kernel rounds it.
+8 bits, LLM.int8(): int8 weights and `SCB`, the largest magnitude of each row, 127 times its scale.
+
+4 bits: codes of nf4 or fp4 side by side, a row after the other, the first of two in a byte's high bits, and the largest
+magnitude of every block of columns. Those magnitudes may be quantised once more ("double quantisation"): a byte each, a
+table of 256 values, a scale for every 256 of them and what was subtracted from all. Here they become scales of the layer's
+dtype, so the levels are bitsandbytes' own and a weight is rounded as its one-token kernel rounds it.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.files.formats import FLOATS, Format, Stored, Want, checked_scales
-from octofuse.nn import CodebookLinear, empty_layer
-from octofuse.quant import WeightOnly, codebook
+from octofuse.nn import CodebookLinear, eight_bit_class, empty_layer
+from octofuse.quant import Scheme, WeightOnly, codebook
+from octofuse.quant.affine import OUTLIERS
 from octofuse.quant.packing import pack, row_parts
 
 # What follows "weight" in a file's names, with a dot between; here with an underscore, for no module has a tensor
@@ -111,14 +114,43 @@ def _magnitudes(tensors: Mapping[str, Tensor], state: Mapping[str, Any], count: 
     return table[found.int()] * spread + offset
 
 
+@dataclass(frozen=True)
+class _EightBits(Stored):
+    threshold: float
+
+    def wants(self, n: int, k: int) -> dict[str, Want]:
+        return {
+            "weight": Want((torch.int8,), ((n, k),)),
+            "SCB": Want(FLOATS, ((n,),)),
+            "weight_format": Want((torch.uint8,), ((),), optional=True),
+        }
+
+    def layer(self, tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> nn.Module:
+        form = tensors.get("weight_format")
+        if form is not None and int(form) != 0:
+            raise ValueError(f"weight_format: expected 0, rows, got {int(form)}, an order of old GPUs")
+        scheme = Scheme(outliers=self.threshold or None)  # 0: without outliers
+        layer = eight_bit_class(scheme)(k, n, bias=False, scheme=scheme, dtype=dtype, device="meta")
+        layer.weight = tensors["weight"]
+        layer.weight_scale = checked_scales("SCB", tensors["SCB"]).float() / 127
+        return layer
+
+
 class BitsAndBytes(Format):
     renames = RENAMES
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        if config.get("load_in_4bit") is not True:
-            raise ValueError("load_in_4bit: expected True, got another kind of checkpoint")
+        kinds = [name for name in ("load_in_4bit", "load_in_8bit") if config.get(name) is True]
+        if len(kinds) != 1:
+            raise ValueError(f"load_in_4bit, load_in_8bit: expected one of both, got {kinds}")
+        self.threshold = config.get("llm_int8_threshold", OUTLIERS) if kinds == ["load_in_8bit"] else 0.0
+        is_number = isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool)
+        if not is_number or not 0 <= self.threshold < float("inf"):
+            raise ValueError(f"llm_int8_threshold: expected a number of at least 0, got {self.threshold!r}")
 
     def stored(self, names: tuple[str, ...], module: nn.Module, tensors: frozenset[str]) -> Stored | None:
+        if "SCB" in tensors:
+            return _EightBits(float(self.threshold))
         for code in codebook.LEVELS:
             if _STATE + code in tensors:
                 return _FourBits(code)

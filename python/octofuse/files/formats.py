@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from octofuse.nn import WeightOnlyLinear, empty_layer
-from octofuse.nn.linear import eight_bit_class
+from octofuse.nn import WeightOnlyLinear, eight_bit_class, empty_layer
 from octofuse.quant import Scheme, WeightOnly
 from octofuse.quant.affine import BLOCK
 from octofuse.quant.packing import pack, row_parts

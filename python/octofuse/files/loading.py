@@ -35,7 +35,7 @@ FORMATS: dict[str, type[Format]] = {
 # Scales of a quantised cache: this library's caches measure their own, for every token and head. The other: computed.
 _LEFT_OUT = re.compile(r"\.(?:[kqv]_scale|[kv]_zero_point|rotary_emb\.inv_freq)$")
 # Tensors that no other layer has.
-_OF_QUANTISED = {"qweight", "qzeros", "weight_packed", "weight_zero_point", "weight_scale_inv", "weight_absmax"}
+_OF_QUANTISED = {"qweight", "qzeros", "weight_packed", "weight_zero_point", "weight_scale_inv", "weight_absmax", "SCB"}
 
 
 class _Waiting(nn.Module):
@@ -215,7 +215,7 @@ def _check(name: str, stored: Stored, headers: Mapping[str, Header], linear: Lin
 
 def enable() -> None:
     """Let transformers' `from_pretrained` give this library's layers for checkpoints of compressed-tensors, GPTQ, AWQ,
-    FP8 and bitsandbytes' 4 bits, and for its own.
+    FP8 and bitsandbytes, and for its own.
 
     Files that are not served here stay transformers' own business, with a warning that says why. OCTOFUSE_ENABLE=1 in the
     environment does the same when octofuse is imported. Raises ImportError without transformers.
@@ -241,7 +241,7 @@ def from_pretrained(
     Args:
         name: a folder or a hub name: a checkpoint of compressed-tensors (int8 weights with int8 activations, or FP8 with
             FP8, dynamic, static, or FP8 in blocks; weights of 2 to 8 bits), of transformers' FP8 (blocks of 128 x 128) or
-            ModelOpt's, GPTQ (2, 3, 4, 8 bits, activation order too), AWQ (gemm) or bitsandbytes (4 bits, nf4 and fp4);
+            ModelOpt's, GPTQ (2, 3, 4, 8 bits, activation order too), AWQ (gemm) or bitsandbytes (4 bits and LLM.int8);
             one that `octofuse quantize` has written; or a floating-point model, which stays one.
         device: where its tensors go.
         dtype: of what is not quantised, and of the layers' scales; "auto": the checkpoint's.

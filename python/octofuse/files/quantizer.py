@@ -38,7 +38,8 @@ class FileConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """A checkpoint's quantization_config as it is: nothing of it is interpreted, or lost when it is written again."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self.quant_method = _keys_of(config["quant_method"])[0]
+        keys = _keys_of(config["quant_method"])
+        self.quant_method = keys[-1] if config.get("load_in_8bit") else keys[0]
         self.config = copy.deepcopy(config)
 
     def to_dict(self) -> dict[str, Any]:
@@ -208,7 +209,7 @@ def stand_in() -> None:
 
 def _keys_of(method: str) -> tuple[str, ...]:
     """What transformers' mappings call a method."""
-    return ("bitsandbytes_4bit",) if method == "bitsandbytes" else (method,)
+    return ("bitsandbytes_4bit", "bitsandbytes_8bit") if method == "bitsandbytes" else (method,)
 
 
 def enable(wanted: bool) -> None:

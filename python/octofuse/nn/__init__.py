@@ -4,8 +4,9 @@ from octofuse.nn.find import linear_layers, output_heads, replace_module
 from octofuse.nn.floating import FloatingLinear, fused_layer
 from octofuse.nn.joined import joined
 from octofuse.nn.linear import EightBitLinear, Float8Linear, Int8Linear
-from octofuse.nn.make import QUANTISED, empty_layer, quantised_layer
+from octofuse.nn.make import QUANTISED, eight_bit_class, empty_layer, quantised_layer
 from octofuse.nn.norm import Norm
+from octofuse.nn.outliers import LLMInt8Linear
 from octofuse.nn.weight_only import BCQLinear, CodebookLinear, PackedLinear, Sparse12Linear, WeightOnlyLinear
 
 __all__ = [
@@ -16,10 +17,12 @@ __all__ = [
     "Float8Linear",
     "FloatingLinear",
     "Int8Linear",
+    "LLMInt8Linear",
     "Norm",
     "PackedLinear",
     "Sparse12Linear",
     "WeightOnlyLinear",
+    "eight_bit_class",
     "empty_layer",
     "fused_layer",
     "joined",

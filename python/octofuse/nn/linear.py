@@ -222,11 +222,6 @@ class Float8Linear(EightBitLinear):
         return Scheme(values="float8")
 
 
-def eight_bit_class(scheme: Scheme) -> type[EightBitLinear]:
-    """The layer of a scheme."""
-    return Int8Linear if scheme.values == "int8" else Float8Linear
-
-
 def is_conv1d(layer: nn.Module) -> bool:
     """transformers' Conv1D, known by its name so that transformers need not be imported."""
     return type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.nn.frozen import FrozenLinear
-from octofuse.nn.linear import EightBitLinear, eight_bit_class, is_conv1d
+from octofuse.nn.linear import EightBitLinear, Float8Linear, Int8Linear, is_conv1d
+from octofuse.nn.outliers import LLMInt8Linear
 from octofuse.nn.weight_only import BCQLinear, CodebookLinear, PackedLinear, Sparse12Linear, WeightOnlyLinear
 from octofuse.quant import Scheme, WeightOnly
 
@@ -16,6 +17,13 @@ QUANTISED = (EightBitLinear, PackedLinear)
 _PACKED: dict[str, Any] = {
     "grid": WeightOnlyLinear, "bcq": BCQLinear, "sparse12": Sparse12Linear, "nf4": CodebookLinear, "fp4": CodebookLinear,
 }  # fmt: skip
+
+
+def eight_bit_class(scheme: Scheme) -> type[EightBitLinear]:
+    """The layer of a scheme."""
+    if scheme.outliers is not None:
+        return LLMInt8Linear
+    return Int8Linear if scheme.values == "int8" else Float8Linear
 
 
 def quantised_layer(

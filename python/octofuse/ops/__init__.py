@@ -1,11 +1,12 @@
 """Functional ops. Importing this package registers them with torch.library as `torch.ops.octofuse.*`."""
 
-from octofuse.ops import _register, cache, decode, gemm, layouts, lowbit, quantize, rows
+from octofuse.ops import _register, cache, decode, gemm, layouts, lowbit, outliers, quantize, rows
 from octofuse.ops.decode import quantized_linear
 from octofuse.ops.explain import Explanation, engines, explain, tune_cublaslt
 from octofuse.ops.gemm import i8f16_linear, i8i8_linear, i8i8_matmul, i8i32_matmul, weight_sums
 from octofuse.ops.linear import linear
 from octofuse.ops.lowbit import bcq_linear, codebook_linear, sparse12_linear, woq_linear
+from octofuse.ops.outliers import llm_int8_linear
 from octofuse.ops.quantize import dequantize, quantize_per_block, quantize_per_tensor, quantize_per_token
 from octofuse.ops.rows import (
     activate,
@@ -33,6 +34,7 @@ _register.register(
         **layouts.IMPLEMENTATIONS,
         **lowbit.IMPLEMENTATIONS,
         **cache.IMPLEMENTATIONS,
+        **outliers.IMPLEMENTATIONS,
     },
     cuda_only=layouts.IMPLEMENTATIONS,
 )
@@ -59,6 +61,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_quantize",
     "linear",
+    "llm_int8_linear",
     "quantize_per_block",
     "quantize_per_tensor",
     "quantize_per_token",

@@ -28,6 +28,7 @@ SCHEMAS: dict[str, tuple[str, str]] = {
     "quantize_per_tensor": ("Tensor x, Tensor scale", "Tensor"),
     "quantize_per_token": ("Tensor x", "(Tensor, Tensor)"),
     "dequantize": ("Tensor q, Tensor scale, ScalarType out_dtype", "Tensor"),
+    "outlier_product": ("Tensor x, Tensor w, Tensor w_scale, float threshold", "(Tensor, Tensor, Tensor)"),
     "to_layout": ("Tensor matrix, str layout, SymInt size, str engine", "Tensor"),
     "from_layout": ("Tensor data, str layout, SymInt rows, SymInt cols, str engine", "Tensor"),
     "quantize_col32": ("Tensor x, Tensor? scale, SymInt size", "Tensor[]"),
@@ -96,6 +97,10 @@ def _fake_quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     for extent in x.shape[:-1]:
         rows = rows * extent
     return _fake_quantize(x, x), x.new_empty((rows, 1), dtype=torch.float32)
+
+
+def _fake_outlier_product(x: Tensor, w: Tensor, w_scale: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+    return *_fake_quantize_per_token(x), x.new_empty([*x.shape[:-1], w.shape[0]])
 
 
 def _fake_dequantize(q: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -172,6 +177,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "quantize_per_tensor": _fake_quantize,
     "quantize_per_token": _fake_quantize_per_token,
     "dequantize": _fake_dequantize,
+    "outlier_product": _fake_outlier_product,
     "to_layout": _fake_to_layout,
     "from_layout": _fake_from_layout,
     "quantize_col32": _fake_quantize_col32,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal
@@ -22,6 +23,7 @@ class Scheme:
     activations: "token" computes one scale per row while running (dynamic); "tensor" uses one calibrated scale (static);
         "block", beside weights by "block", one for every 128 columns of a row.
     values: "int8" or "float8" (e4m3).
+    outliers: LLM.int8(): columns of the input with a magnitude of at least this are multiplied in floating point.
     smoothing: SmoothQuant before quantisation, with this alpha for every layer, or "search" for each layer's best.
     smooth_values: also smooth what reads attention's output, by scaling the values.
     clipping: a static scale covers the calibrated "max"; the part of it that loses least in the layer's output ("mse");
@@ -34,6 +36,7 @@ class Scheme:
     clipping: Literal["max", "mse", "percentile", "entropy"] = "max"
     smooth_values: bool = False
     values: Literal["int8", "float8"] = "int8"
+    outliers: float | None = None
 
     def __post_init__(self) -> None:
         is_float8 = self.values == "float8"
@@ -51,9 +54,17 @@ class Scheme:
             isinstance(self.smoothing, (int, float)) and 0 <= self.smoothing <= 1
         ):
             raise ValueError(f"smoothing: expected None, 'search' or a number in [0, 1], got {self.smoothing!r}")
-
+        if self.outliers is not None:
+            self._check_outliers()
         if self.smooth_values and self.smoothing is None:
             raise ValueError("smooth_values: expected False without smoothing, got True")
+
+    def _check_outliers(self) -> None:
+        if not isinstance(self.outliers, int | float) or not 0 < self.outliers < float("inf"):
+            raise ValueError(f"outliers: expected None or a number above 0, got {self.outliers!r}")
+        plain = replace(self, outliers=None)
+        if plain != Scheme():
+            raise ValueError(f"outliers: expected None beside {plain.name}, got {self.outliers!r}")
 
     @property
     def is_static(self) -> bool:
@@ -70,6 +81,8 @@ class Scheme:
 
     @property
     def name(self) -> str:
+        if self.outliers is not None:
+            return "llm-int8" if self.outliers == OUTLIERS else f"llm-int8-t{self.outliers:g}"
         plain = replace(self, smoothing=None, smooth_values=False)
         base = next(name for name, scheme in SCHEMES.items() if scheme == plain)
         if self.smoothing is None:
@@ -87,7 +100,7 @@ USUAL = (
     "w8a8-dynamic", "w8a16", "w4a16-g128", "bcq-q3-g128",
     "w8a8-static", "w8a8-static-mse-smooth", "w8a8-static-tensor", "w4a16-g128-zp-gptq", "w4a16-g128-gptq",
     "w4a16-g128-awq", "w4a16-g128-mse", "w3a16-g128-gptq", "w2a16-g128-half-gptq", "bcq-q4-g128", "bcq-q2-g128",
-    "sparse12-w7-g128", "nf4", "fp8-dynamic", "fp8-static", "fp8-block128",
+    "sparse12-w7-g128", "nf4", "llm-int8", "fp8-dynamic", "fp8-static", "fp8-block128",
 )  # fmt: skip
 
 # All that there are, but for smoothing.
@@ -112,6 +125,7 @@ SCHEMES = {
 
 
 DEFAULT_ALPHA = 0.5  # of SmoothQuant
+OUTLIERS = 6.0  # from which magnitude on LLM.int8() has them
 BLOCK = 128  # rows and columns of a weight that share a scale
 
 
@@ -119,8 +133,9 @@ AnyScheme = Scheme | WeightOnly
 
 
 def scheme_named(name: str | AnyScheme) -> AnyScheme:
-    """The scheme behind a name: one of SCHEMES, with "-smooth", "-smooth0.7" or "-smooth-search" for SmoothQuant, and
-    "-values" behind that to smooth attention's output too; or a weight-only one, as `weight_only_named` reads it.
+    """The scheme behind a name: "llm-int8" ("llm-int8-t5" for another threshold); one of SCHEMES, with "-smooth",
+    "-smooth0.7" or "-smooth-search" for SmoothQuant, and "-values" behind that to smooth attention's output too; or a
+    weight-only one, as `weight_only_named` reads it.
 
     Raises ValueError that names the nearest, TypeError for what is neither.
     """
@@ -130,6 +145,8 @@ def scheme_named(name: str | AnyScheme) -> AnyScheme:
         raise TypeError(f"scheme: expected a name, Scheme or WeightOnly, got {type(name).__name__}")
     if (low := weight_only_named(name)) is not None:
         return low
+    if found := re.fullmatch(r"llm-int8(?:-t(\d+(?:\.\d+)?))?", name):
+        return Scheme(outliers=float(found[1] or OUTLIERS))
     base, smooth, rest = name.partition("-smooth")
     values = rest.endswith("-values")
     alpha = _alpha(rest.removesuffix("-values"))

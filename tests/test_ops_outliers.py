@@ -1,0 +1,160 @@
+"""LLM.int8(): the published arithmetic, whatever the number of outliers, and the same through layers and files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+import octofuse
+from helpers import DEVICES
+from octofuse.nn import LLMInt8Linear, quantised_layer
+from octofuse.quant import Scheme, scheme_named
+
+
+def case(
+    m: int, n: int, k: int, columns: int, device: str, dtype: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x with so many columns that hold outliers, some of them in one row alone; w and its scales."""
+    g = torch.Generator().manual_seed(m + 3 * n + 7 * k + columns)
+    x = torch.randn(m, k, generator=g).clamp(-5, 5)
+    chosen = torch.randperm(k, generator=g)[:columns]
+    x[0, chosen] = 7.0 + torch.rand(len(chosen), generator=g) * 60
+    x[:, chosen[::2]] *= 9.0
+    w = torch.randint(-127, 128, (n, k), generator=g, dtype=torch.int8)
+    scale = torch.rand(n, generator=g) / 1000 + 1e-4
+    return x.to(dtype).to(device), w.to(device), scale.to(device)
+
+
+def published(x: Tensor, w: Tensor, scale: Tensor, threshold: float = 6.0) -> tuple[Tensor, Tensor, Tensor]:
+    """int8 codes and scales of what is no outlier, and the whole product in fp64."""
+    outliers = x.abs() >= threshold
+    q, scales = octofuse.quantize_per_token(x.masked_fill(outliers, 0))
+    columns = outliers.any(0)
+    q = q * ~columns
+    exact = (q.double() @ w.double().t()) * scales.double() + (x.double() * columns) @ w.double().t()
+    return q, scales, exact * scale.double()
+
+
+SHAPES = ((1, 64, 128), (2, 70, 96), (4, 100, 1000), (5, 100, 264), (33, 130, 4104), (130, 200, 2056), (200, 65, 20000))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_published_arithmetic(device: str, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    for columns in (0, 1, 7, 40, k // 3):
+        x, w, scale = case(m, n, k, columns, device, dtype)
+        q, scales, exact = published(x, w, scale)
+        from octofuse import _C
+
+        if (found := _C.outlier_product(x, w, scale, 6.0)) is not None:
+            assert torch.equal(found[0], q)
+            assert torch.equal(found[1], scales)
+        got = octofuse.llm_int8_linear(x, w, scale)
+        assert got.dtype == dtype
+        size = (x.double().abs() @ w.double().abs().t() * scale.double()).max()
+        tolerance = 4 * torch.finfo(dtype).eps * exact.abs().max() + 2.0**-20 * size
+        assert (got.double() - exact).abs().max() <= tolerance, columns
+        if columns == 0:
+            own = octofuse.i8f16_linear(*octofuse.quantize_per_token(x)[:1], w, scales, scale, out_dtype=dtype)
+            assert torch.equal(got, own)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_views_epilogues_and_again(device: str) -> None:
+    x, w, scale = case(9, 72, 200, 11, device)
+    wide = torch.zeros(9, 232, device=device, dtype=x.dtype)
+    for first in (0, 8, 3):
+        view = wide[:, first : first + 200].copy_(x)
+        assert torch.equal(octofuse.llm_int8_linear(view, w, scale), octofuse.llm_int8_linear(x, w, scale))
+    bias, residual = torch.randn(72, device=device), torch.randn(9, 72, device=device).half()
+    plain = octofuse.llm_int8_linear(x, w, scale, bias)
+    torch.testing.assert_close(plain.double(), published(x, w, scale)[2] + bias.double(), rtol=2e-3, atol=2e-3)
+    assert torch.equal(octofuse.llm_int8_linear(x, w, scale, bias, residual=residual), plain + residual)
+    got = octofuse.llm_int8_linear(x, w, scale, bias, activation="relu", residual=residual)
+    assert torch.equal(got, plain.relu() + residual)
+    many = torch.stack([octofuse.llm_int8_linear(x, w, scale, bias) for _ in range(5)])
+    assert torch.equal(many, plain.expand(5, -1, -1))
+    assert octofuse.llm_int8_linear(x[:0], w, scale).shape == (0, 72)
+    assert octofuse.llm_int8_linear(x.view(3, 3, 200), w, scale).shape == (3, 3, 72)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_numbers_that_are_none(device: str) -> None:
+    """An infinity is an outlier; NaN spoils its row alone."""
+    x, w, scale = case(6, 40, 64, 2, device)
+    clean = octofuse.llm_int8_linear(x, w, scale)
+    x[2, 5] = float("nan")
+    got = octofuse.llm_int8_linear(x, w, scale)
+    assert torch.isnan(got[2]).all()
+    rest = [0, 1, 3, 4, 5]
+    assert torch.equal(got[rest], clean[rest])
+    x[2, 5] = float("inf")
+    assert not torch.isfinite(octofuse.llm_int8_linear(x, w, scale)[2]).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 3, 40, 200])
+def test_in_a_graph(m: int) -> None:
+    """Which columns hold outliers changes from replay to replay."""
+    x, w, scale = case(m, 256, 512, 5, "cuda")
+    graph = torch.cuda.CUDAGraph()
+    octofuse.llm_int8_linear(x, w, scale)
+    with torch.cuda.graph(graph):
+        got = octofuse.llm_int8_linear(octofuse.activate(x, "relu"), w, scale, constant_weight=True)
+    for columns in (0, 3, 300):
+        x.copy_(case(m, 256, 512, columns, "cuda")[0])
+        graph.replay()
+        assert torch.equal(got, octofuse.llm_int8_linear(x.relu(), w, scale))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiles(device: str) -> None:
+    x, w, scale = case(5, 48, 96, 3, device)
+    compiled = torch.compile(lambda y: octofuse.llm_int8_linear(y, w, scale) * 2, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), octofuse.llm_int8_linear(x, w, scale) * 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"threshold": 0.0}, ValueError, "threshold: expected more than 0, got 0"),
+        ({"threshold": float("nan")}, ValueError, "threshold: expected more than 0, got"),
+        ({"threshold": "6"}, TypeError, "threshold: expected a number, got str"),
+        ({"w": torch.ones(3, 5, dtype=torch.int8)}, ValueError, r"w: expected a contiguous tensor of shape \[N, 4\]"),
+        ({"w": torch.ones(3, 4)}, TypeError, "w: expected"),
+        ({"x": torch.ones(2, 4, dtype=torch.int8)}, TypeError, "x: expected"),
+        ({"w_scale": torch.ones(2)}, ValueError, "w_scale: expected"),
+        ({"residual": torch.ones(1, 3)}, ValueError, r"residual: expected shape \[2, 3\], got \[1, 3\]"),
+        ({"activation": "tanh"}, ValueError, "activation"),
+    ],
+)
+def test_wrong_arguments(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = {"x": torch.ones(2, 4), "w": torch.ones(3, 4, dtype=torch.int8), "w_scale": torch.ones(3)} | change
+    with pytest.raises(error, match=message):
+        octofuse.llm_int8_linear(given.pop("x"), given.pop("w"), given.pop("w_scale"), **given)
+
+
+@pytest.mark.parametrize("name", ["llm-int8", "llm-int8-t5.5"])
+def test_names_and_layers(name: str) -> None:
+    scheme = scheme_named(name)
+    assert isinstance(scheme, Scheme)
+    assert scheme.name == name
+    layer = torch.nn.Linear(96, 40)
+    made = quantised_layer(layer, scheme)
+    assert isinstance(made, LLMInt8Linear)
+    x = torch.randn(4, 96)
+    x[1, 7] = 50.0
+    with torch.no_grad():
+        plain = quantised_layer(layer, scheme_named("w8a8-dynamic"))
+        want = linear(x.double(), layer.weight.double(), layer.bias.double())
+        errors = [(one(x).double() - want)[1].abs().max() for one in (made, plain)]
+    assert errors[0] < errors[1] / 3  # the row with the outlier
+    with pytest.raises(ValueError, match="outliers: expected None beside w8a8-static, got 6"):
+        Scheme(activations="tensor", outliers=6.0)
+    with pytest.raises(ValueError, match="outliers: expected None or a number above 0, got 0"):
+        Scheme(outliers=0.0)
