@@ -15,7 +15,7 @@ constexpr int kColumns = 32;        // columns in shared memory at once
 
 struct ProductArgs {
   OutlierArgs of;
-  void* x;       // [m, kMostGathered] of x's type, with zeros up to whole chunks
+  void* x;       // [m, kMostGathered] of x's type, with zeros up to a multiple of kColumns
   void* w;       // [n, kMostGathered] of x's type, likewise
   int* columns;  // [k], ascending
   int* count;
