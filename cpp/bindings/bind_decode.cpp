@@ -17,8 +17,7 @@ namespace octofuse {
 namespace {
 
 // None: a call that oneDNN serves faster, part by part. norm: None, "layer_norm" or "rms_norm"; x_scale None: a scale
-// for each token, or
-// with scales of blocks for each of their columns. x may be quantised already, with x_scale.
+// for each token, or with scales of blocks for each of their columns. x may be quantised already, with x_scale.
 py::object quantized_linear(const py::tuple& fields) {
   const RowLinearFields f(fields);
   LinearCall call = checked_operands(

@@ -105,7 +105,7 @@ Decision explain(const GemmProblem& problem, const Capability& capability, std::
 struct EpilogueArgs {
   ScaleView x_scale;               // fp32, one or [M]
   ScaleView w_scale;               // fp32, one or [N]
-  ScaleView out_scale;             // fp32, one; int8 output only
+  ScaleView out_scale;             // fp32, one; int8 and e4m3 output only
   IntView x_zero;                  // int32, one or [M]: read where w_sum is given
   const int32_t* w_sum = nullptr;  // [N]: sum_k w[n, k]; given, x is asymmetric and stands for x - x_zero
   const void* bias = nullptr;      // [N], bias_type, stride 1

@@ -1,4 +1,4 @@
-"""Commands: `octofuse advise | demo | quantize | generate | eval | compare | frontier | schemes | tune | layout | ...`."""
+"""Commands: `octofuse advise | explain | demo | quantize | generate | eval | compare | frontier | schemes | tune | ...`."""
 
 from __future__ import annotations
 
@@ -137,6 +137,26 @@ def advise(
         run_advise(
             console, model, gpu, budget_gb, batch, context, max_loss, schemes, text, max_tokens, measure, plot, device
         )  # fmt: skip
+
+
+@app.command(name="explain")
+def explain_model(
+    model: Annotated[
+        str, typer.Argument(help="a folder, of any format that transformers reads, a hub name or 'embedded'")
+    ],
+    tokens: Annotated[int, typer.Option(min=1, help="of the prompt, at random")] = 512,
+    stock: Annotated[
+        bool, typer.Option("--stock", help="load it with transformers' own quantisers and layers, not octofuse's")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON for machines, every layer")] = False,
+    plot: Annotated[Path | None, typer.Option(help="a new picture, .png or .svg")] = None,
+    device: Device = "auto",
+) -> None:
+    """What a model's layers really do: kernel, instruction, bytes, share of the roofline, what is widened or copied."""
+    with _plain_errors():
+        from octofuse.cli.explain import run_explain
+
+        run_explain(console, model, tokens, stock, as_json, plot, device)
 
 
 @app.command()

@@ -7,6 +7,7 @@ from octofuse.models.distill import distill_
 from octofuse.models.evaluate import GenerationSpeed, measure_generation, perplexity
 from octofuse.models.frontier import Mixture, frontier
 from octofuse.models.fused import fuse_, unfuse_
+from octofuse.models.profile import LayerProfile, Profile, profile
 from octofuse.models.quantize import fallbacks, quantize_, weight_bytes
 
 if TYPE_CHECKING:
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Comparison",
     "GenerationSpeed",
+    "LayerProfile",
     "Mixture",
+    "Profile",
     "QuantizedStaticCache",
     "compare",
     "distill_",
@@ -24,6 +27,7 @@ __all__ = [
     "fuse_",
     "measure_generation",
     "perplexity",
+    "profile",
     "quantize_",
     "unfuse_",
     "weight_bytes",

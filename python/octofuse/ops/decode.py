@@ -70,7 +70,7 @@ def quantized_linear(
         check_output(w, out_dtype, out_scale)
     call = RowLinearCall(
         x, w, x_scale, w_scale, norm, norm_weight, norm_bias, eps, bias, activation, residual, out_dtype, out_scale,
-        constant_weight, fast_accumulate and getattr(x, "dtype", None) != torch.float8_e5m2,
+        constant_weight, fast_accumulate,
     )  # fmt: skip
     result: Tensor = run("quantized_linear", "quantized_linear", call, _quantized_linear)
     return result

@@ -71,7 +71,7 @@ def linear(
         raise ValueError("fast_accumulate: expected False for int8, whose sums are exact, got True")
     call = LinearCall(
         x, w, x_scale, w_scale, bias, activation, residual, out_dtype, out_scale, engine, x_zero_point, w_sum,
-        constant_weight, fast_accumulate and getattr(x, "dtype", None) != torch.float8_e5m2,
+        constant_weight, fast_accumulate,
     )  # fmt: skip
     result: Tensor = run("linear", "this op", call, _linear, out)
     return result

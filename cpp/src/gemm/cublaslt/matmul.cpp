@@ -38,7 +38,7 @@ std::shared_ptr<Plan> make_plan(const GemmArgs& args, int device) {
   auto plan = std::make_shared<Plan>();
   const bool raw = plan->raw = args.out_type == DType::kInt32;
   const bool floats = is_float8(args.x_type);
-  plan->desc = floats ? make_float8_desc(args.fast_accumulate) : make_matmul_desc(raw);
+  plan->desc = floats ? make_float8_desc(arithmetic_of(args) == Arithmetic::kFloat8Fast) : make_matmul_desc(raw);
   transpose(*plan->desc, CUBLASLT_MATMUL_DESC_TRANSA);
   plan->a = make_layout(operand_type(args.w_type), args.k, args.n, args.ldw);
   plan->b = make_layout(operand_type(args.x_type), args.k, args.m, args.ldx);
