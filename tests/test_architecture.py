@@ -21,7 +21,7 @@ PYTHON = {
     "ops": {"_C", "quant", "reference"},
     "layouts": {"ops"},
     "nn": {"ops", "quant"},
-    "models": {"files", "nn", "ops", "quant"},
+    "models": {"_C", "files", "nn", "ops", "quant"},  # _C: its file, whose machine code `explain` reads
     "engine": {"models", "nn", "ops"},
     "files": {"nn", "quant"},
     "generate": {"engine", "models", "ops"},
