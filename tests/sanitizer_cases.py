@@ -278,6 +278,28 @@ def lowbit_cases() -> int:
     return count
 
 
+def outlier_cases() -> int:
+    """LLM.int8(): few tokens and many, more columns than are gathered, ragged sizes."""
+    count = 0
+    for m, n, k, columns in (
+        (1, 64, 128, 3),
+        (3, 70, 97, 9),
+        (5, 33, 264, 0),
+        (40, 65, 2056, 300),
+        (130, 200, 1000, 7),
+    ):
+        x = torch.randn(m, k).clamp(-5, 5)
+        x[:, torch.randperm(k)[:columns]] *= 20
+        w, scale = torch.randint(-127, 128, (n, k), dtype=torch.int8), torch.rand(n) / 100
+        for dtype in (torch.float16, torch.bfloat16):
+            got = octofuse.llm_int8_linear(x.to(dtype).cuda(), w.cuda(), scale.cuda()).cpu()
+            want = octofuse.llm_int8_linear(x.to(dtype), w, scale)
+            size = want.double().abs().max()
+            assert (got.double() - want.double()).abs().max() <= 4 * torch.finfo(dtype).eps * size, (m, n, k)
+            count += 1
+    return count
+
+
 def quantize_cases() -> int:
     count = 0
     for shape in ((1, 1), (5, 100), (130, 768)):
@@ -299,7 +321,7 @@ def main() -> int:
     wanted = parser.parse_args().engines
     chosen = [name for name in octofuse.engines("cuda") if wanted == ["all"] or name.split("/")[0] in wanted]
     total = linear_cases(chosen) + many_tile_cases(chosen) + quantize_cases() + row_cases() + layout_cases()
-    total += decode_cases() + many_sequences_cases() + lowbit_cases() + float8_cases(chosen)
+    total += decode_cases() + many_sequences_cases() + lowbit_cases() + float8_cases(chosen) + outlier_cases()
     torch.cuda.synchronize()
     print(f"sanitizer cases: {total}")
     return 0 if total >= 100 else 1

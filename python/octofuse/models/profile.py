@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, record_function
 
 from octofuse.models.instructions import Instruction, instructions_of
@@ -314,6 +315,13 @@ def _marks(layers: dict[str, nn.Module], seen: _Seen, phase: list[str]) -> Itera
             handle.remove()
 
 
+class _ThroughDispatcher(TorchFunctionMode):
+    """Changes nothing, but this library's ops then pass torch's dispatcher, by which a profiler knows whose a kernel is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def _watch(model: Any, ids: Tensor, layers: dict[str, nn.Module], on_gpu: bool) -> _Seen:
     """The third prompt and step: the first ones plan, tune and allocate."""
     seen, now = _Seen(), [""]
@@ -321,7 +329,8 @@ def _watch(model: Any, ids: Tensor, layers: dict[str, nn.Module], on_gpu: bool) 
     for _ in range(2):
         for _ in _run(model, ids):
             pass
-    with _marks(layers, seen, now), torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+    profiling = torch.profiler.profile(activities=activities, record_shapes=True)
+    with _ThroughDispatcher(), _marks(layers, seen, now), profiling as profiler:
         for phase in _run(model, ids):
             now[0] = phase
         if on_gpu:
