@@ -52,7 +52,13 @@ def test_int8_tokens_and_engines(device: str) -> None:
 def test_less_shared_memory() -> None:
     """Where two row tiles do not fit, or only with shorter rings: the same bits (compute capability 8.6 and 8.0)."""
     device = torch.cuda.current_device()
-    for kind, bits, k in (("uniform", 4, 8192), ("uniform", 8, 14336), ("planes", 3, 4096), ("uniform", 2, 28672)):
+    for kind, bits, k in (
+        ("uniform", 4, 8192),
+        ("uniform", 8, 14336),
+        ("planes", 3, 4096),
+        ("uniform", 2, 28672),
+        ("codebook", 4, 4096),
+    ):
         weight = Weight(kind, bits, 128, 320, k, False, torch.float16)
         for m in (1, 4):
             x = weight.tokens(m)

@@ -11,6 +11,7 @@ from torch.nn.functional import gelu, linear
 
 import octofuse
 from helpers import Weight
+from octofuse import _C
 from octofuse.ops.lowbit import dequantize_lowbit
 
 pytestmark = pytest.mark.gpu
@@ -159,6 +160,27 @@ def test_int8_outputs(m: int) -> None:
         assert got.dtype == torch.int8
         assert (got.int() - want.int()).abs().max() <= 1
         assert (got != want).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("group", [None, 64, 32])
+def test_a_smaller_table_of_levels(group: int | None) -> None:
+    """Where a codebook's does not fit beside long tokens, or into a smaller GPU's shared memory: the same bits."""
+    device = torch.cuda.current_device()
+    for n, k in ((272, 2048), (33, 1000)):
+        weight = Weight("codebook", 4, group, n, k, False, torch.float16)
+        for m in (1, 2, 4):
+            x = weight.tokens(m)
+            want = weight.multiply(x, engine="gemv_int8")
+            before = _C.limit_shared_memory(device, 99 << 10)
+            try:
+                got = weight.multiply(x, engine="gemv_int8")
+            finally:
+                _C.limit_shared_memory(device, before)
+            assert torch.equal(got, want), (n, k, m)
+    long = Weight("codebook", 4, 64, 48, 14336, False, torch.float16)
+    x = long.tokens(4)
+    alone = torch.cat([long.multiply(x[i : i + 1]) for i in range(4)])
+    assert torch.equal(long.multiply(x, engine="gemv_int8"), alone)
 
 
 def test_engines_by_name() -> None:

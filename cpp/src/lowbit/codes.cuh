@@ -129,26 +129,30 @@ __device__ inline void codes_of_step(const uint32_t (&words)[Codes<kFormat, kBit
 // The levels of both codes of every byte, in shared memory: high and low byte of the first one, then of the second.
 // Each lane has a copy, so that no two ever meet in a bank, and a row is twice as long as 32 of these: then one byte
 // permutation makes an offset of a byte of codes. Levels from prmt alone, which looks up 8 bytes at most, took 120
-// instructions for a tile where this takes 64.
+// instructions for a tile where this takes 64. kCompact: four lanes share a copy.
+template <bool kCompact>
 class LevelTable {
-  static constexpr int kRow = 256;  // bytes
-  uint32_t table_;                  // in shared memory
-  uint32_t lane_;                   // this lane's place in a row
+  static constexpr int kRow = level_row(kCompact);
+  static constexpr int kCopies = kCompact ? 8 : 32;
+  uint32_t table_;  // in shared memory
+  uint32_t copy_;   // this lane's place in a row
 
  public:
   __device__ LevelTable(const char* memory, int lane)
-      : table_(shared_address(memory)), lane_(static_cast<uint32_t>(lane * 4)) {}
+      : table_(shared_address(memory)), copy_(static_cast<uint32_t>(lane % kCopies * 4)) {}
 
   // By 16 warps.
   __device__ static void fill(char* memory, const IntegerLevels& levels) {
     const uint32_t first = levels.bytes[threadIdx.x / 32];
-    char* const to = memory + threadIdx.x / 32 * kRow + threadIdx.x % 32 * 4;
+    char* const to = memory + threadIdx.x / 32 * kRow + threadIdx.x % kCopies * 4;
 #pragma unroll
     for (int second = 0; second < 16; ++second) {
       const uint32_t both = first | static_cast<uint32_t>(levels.bytes[second]) << 16;
-      *reinterpret_cast<uint32_t*>(to + second * 16 * kRow) = __byte_perm(both, 0, 0x2301);
+      if (threadIdx.x % 32 < kCopies) {
+        *reinterpret_cast<uint32_t*>(to + second * 16 * kRow) = __byte_perm(both, 0, 0x2301);
+      }
     }
-    if (threadIdx.x < 64) reinterpret_cast<uint32_t*>(memory + kZerosAt)[threadIdx.x] = 0;
+    if (threadIdx.x < 64) reinterpret_cast<uint32_t*>(memory + level_zeros_at(kCompact))[threadIdx.x] = 0;
   }
 
   // The first operand of a product of 16 columns, two bytes for each: of a word, whose low half has codes of channel
@@ -157,7 +161,9 @@ class LevelTable {
     constexpr uint32_t kSelectors[4] = {0x7604, 0x7624, 0x7614, 0x7634};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      asm("ld.shared.u32 %0, [%1];" : "=r"(a[i]) : "r"(table_ + __byte_perm(word, lane_, kSelectors[i])));
+      uint32_t offset = __byte_perm(word, copy_, kSelectors[i]);  // byte * 256 + copy
+      if constexpr (kCompact) offset = (offset >> 8) * kRow + copy_;
+      asm("ld.shared.u32 %0, [%1];" : "=r"(a[i]) : "r"(table_ + offset));
     }
   }
 };

@@ -11,8 +11,8 @@ constexpr int stages_in(int bytes, int stage) {
   return bytes < 3 * stage ? 3 : bytes > 16 * stage ? 16 : bytes / stage;
 }
 
-// A kernel at compile time. kNorm: it normalises its tokens itself.
-template <LowbitFormat kFormat_, int kBits, int kGroups, int kRowTiles_, bool kNorm_ = false>
+// A kernel at compile time. kNorm: it normalises its tokens itself. kCompact: a codebook's smaller table.
+template <LowbitFormat kFormat_, int kBits, int kGroups, int kRowTiles_, bool kNorm_ = false, bool kCompact = false>
 struct Traits {
   static constexpr LowbitFormat kFormat = kFormat_;
   static constexpr int kRowTiles = kRowTiles_;
@@ -26,13 +26,15 @@ struct Traits {
   // and a deeper ring was slower.
   static constexpr int kDeep = stages_in((Stage::kTile < 1024 ? 112 : 160) << 10, kSlices* kBytes);
   static constexpr bool kShallowForOneStage = true;
-  static constexpr int kTableBytes = level_table_bytes(kFormat);
+  static constexpr int kTableBytes = level_table_bytes(kFormat, kCompact);
+  using Table = LevelTable<kCompact>;
+  static constexpr int kZerosAt = level_zeros_at(kCompact);
   using Operand = std::conditional_t<Code::kCodebook, CodebookOperand, Int8Operand>;
 };
 
 // Adds the products of a step's 32 columns; `words`: this lane's codes of each row tile.
 template <class Traits>
-__device__ void multiply_step(const Int8Operand::Reader& x, const LevelTable& /*table*/, int step,
+__device__ void multiply_step(const Int8Operand::Reader& x, const typename Traits::Table& /*table*/, int step,
                               const uint32_t (&words)[Traits::kRowTiles][Traits::Code::kWords],
                               int32_t (&acc)[Traits::kRowTiles][4]) {
   using Code = typename Traits::Code;
@@ -45,7 +47,7 @@ __device__ void multiply_step(const Int8Operand::Reader& x, const LevelTable& /*
 }
 
 template <class Traits>
-__device__ void multiply_step(const CodebookOperand::Reader& x, const LevelTable& table, int step,
+__device__ void multiply_step(const CodebookOperand::Reader& x, const typename Traits::Table& table, int step,
                               const uint32_t (&words)[Traits::kRowTiles][Traits::Code::kWords],
                               int32_t (&acc)[Traits::kRowTiles][4]) {
 #pragma unroll
@@ -63,7 +65,7 @@ __device__ void multiply_step(const CodebookOperand::Reader& x, const LevelTable
 
 // The products of a k-block. x: this lane's columns of its token; scales_and_sums: of its token, one for each segment.
 template <class Traits>
-__device__ void multiply(const Weight& w, typename Traits::Operand::Reader& x, const LevelTable& table,
+__device__ void multiply(const Weight& w, typename Traits::Operand::Reader& x, const typename Traits::Table& table,
                          const ScaleAndSum* scales_and_sums, int tokens, char* stage, int lane,
                          float (&y)[Traits::kRowTiles][2]) {
   using Stage = typename Traits::Stage;
@@ -138,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
   char* const table_memory = memory + args.layout.table;
   float factor = kFactor<Traits::kFormat>;
   if constexpr (Traits::Code::kCodebook) {
-    LevelTable::fill(table_memory, args.levels);
+    Traits::Table::fill(table_memory, args.levels);
     factor *= args.levels.unit;
   }
   prepare_tokens(args, x_tokens, memory, kSlices * pitch, factor);
@@ -146,8 +148,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
   const int column = lane / 4 & (2 * tokens - 1);  // of x; a token's slots may be fewer than a product's columns
   const int x_step = kSlices * tokens * 2 * kBlockK;
   const char* const token = memory + (slice * tokens + column / 2) * 2 * kBlockK + lane % 4 * 16;
-  const typename Traits::Operand::Reader first_columns(token, table_memory + kZerosAt, column % 2 == 1, x_step);
-  const LevelTable table(table_memory, lane);
+  const typename Traits::Operand::Reader first_columns(token, table_memory + Traits::kZerosAt, column % 2 == 1, x_step);
+  const typename Traits::Table table(table_memory, lane);
   const auto* const scales_and_sums = reinterpret_cast<const ScaleAndSum*>(memory + args.layout.scales_and_sums) +
                                       (lane % 4 & (tokens - 1)) + slice * segments * tokens;
   const int scales_step = kSlices * segments * tokens;
@@ -192,23 +194,32 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
 
 // ---- the kernel of a weight, as int8_gemv_shape() has it ----
 
-template <bool kNorm, LowbitFormat kFormat, int kBits, int kGroups>
+template <bool kCompact, bool kNorm, LowbitFormat kFormat, int kBits, int kGroups>
 GemvKernel with_row_tiles(const GemvArgs& args) {
   constexpr Int8GemvShape kShape = int8_gemv_shape(kFormat, kBits, kGroups, true);
   static_assert(kShape.groups == kGroups);
   if constexpr (kShape.may_take_two) {
-    using Two = Traits<kFormat, kBits, kGroups, 2, kNorm>;
+    using Two = Traits<kFormat, kBits, kGroups, 2, kNorm, kCompact>;
     const GemvKernel two = gemv_of<Two>(gemv_kernel<Two>);
     if (args.gated() || (!args.few_row_tiles && two.fits(args))) return two;
   }
-  using One = Traits<kFormat, kBits, kGroups, kShape.row_tiles, kNorm>;
+  using One = Traits<kFormat, kBits, kGroups, kShape.row_tiles, kNorm, kCompact>;
   return gemv_of<One>(gemv_kernel<One>);
+}
+
+template <bool kNorm, LowbitFormat kFormat, int kBits, int kGroups>
+GemvKernel with_table(const GemvArgs& args) {
+  const GemvKernel kernel = with_row_tiles<false, kNorm, kFormat, kBits, kGroups>(args);
+  if constexpr (kFormat == LowbitFormat::kCodebook) {
+    if (!kernel.fits(args)) return with_row_tiles<true, kNorm, kFormat, kBits, kGroups>(args);
+  }
+  return kernel;
 }
 
 template <LowbitFormat kFormat, int kBits, int kGroups>
 GemvKernel with_norm(const GemvArgs& args) {
-  if (args.norm.kind != Norm::kNone) return with_row_tiles<true, kFormat, kBits, kGroups>(args);
-  return with_row_tiles<false, kFormat, kBits, kGroups>(args);
+  if (args.norm.kind != Norm::kNone) return with_table<true, kFormat, kBits, kGroups>(args);
+  return with_table<false, kFormat, kBits, kGroups>(args);
 }
 
 template <LowbitFormat kFormat, int kBits>
@@ -222,7 +233,12 @@ GemvKernel with_groups(const GemvArgs& args) {
     if (segments == 1 && args.w.wide) return with_norm<kFormat, kBits, 1>(args);
   }
   using Any = Traits<kFormat, kBits, 0, 1>;
-  return gemv_of<Any>(gemv_kernel<Any>);
+  const GemvKernel any = gemv_of<Any>(gemv_kernel<Any>);
+  if constexpr (kFormat == LowbitFormat::kCodebook) {
+    using Compact = Traits<kFormat, kBits, 0, 1, false, true>;
+    if (!any.fits(args)) return gemv_of<Compact>(gemv_kernel<Compact>);
+  }
+  return any;
 }
 
 template <LowbitFormat kFormat, int kBits>
