@@ -136,6 +136,27 @@ def lowbit() -> str:
     return lines(("N = K", "fp16", "tinygemm", "gemlite", *names), rows)
 
 
+def codebook() -> str:
+    names = ("fp16 F.linear", "w4a16-g64", "nf4", "bitsandbytes")
+    tokens = (1, 4, 16, 64, 128, 512)
+    rows = []
+    for row in result("h200/codebook")["rows"]:
+        if row["M"] in tokens:
+            chained = f" / {us(row['nf4, chained'])}" if "nf4, chained" in row else ""
+            columns = [us(row.get(name)) + (chained if name == "nf4" else "") for name in names]
+            rows.append((f"{row['M']}, {row['N']}, {row['K']}", *columns))
+    return lines(("M, N, K", *names), rows)
+
+
+def outliers() -> str:
+    names = ("fp16 F.linear", "w8a8-dynamic", "llm-int8", "bitsandbytes")
+    rows = [
+        (f"{row['M']}, {row['N']}, {row['K']}", *(us(row.get(name)) for name in names))
+        for row in result("h200/outliers")["rows"]
+    ]
+    return lines(("M, N, K", *names), rows)
+
+
 def gpt2() -> str:
     rows = []
     for row in result("h200/gpt2")["study"]:
@@ -263,7 +284,7 @@ def files() -> str:
 
 def versions() -> str:
     found = result("h200/gemm")
-    names = ("tests", "gemm", "float8", "decode", "gpt2", "lowbit", "files")
+    names = ("tests", "gemm", "float8", "decode", "gpt2", "lowbit", "codebook", "outliers", "files")
     ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in names]
     return (
         f"One H200, torch {found['torch']}, driver {found['driver']}, cuBLASLt {found['cublaslt']}. `cpp/` was, for "
@@ -274,8 +295,8 @@ def versions() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        highlights, schemes, costs, gemm, float8, lowbit, decoders, decoder_loads, decoders_h100, decoder_loads_h100, gpt2,
-        batches, files, cpu_avx2, cpu_avx512, llama_cpp, machines, tests, versions,
+        highlights, schemes, costs, gemm, float8, lowbit, codebook, outliers, decoders, decoder_loads,
+        decoders_h100, decoder_loads_h100, gpt2, batches, files, cpu_avx2, cpu_avx512, llama_cpp, machines, tests, versions,
     )
 }  # fmt: skip
 
