@@ -23,7 +23,7 @@ _INT8: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True}
 def check_scheme(name: str, scheme: AnyScheme) -> None:
     """ValueError for one that the format has no words for; name: what has it."""
     if isinstance(scheme, Scheme):
-        if scheme.outliers is not None:
+        if scheme.outliers is not None or scheme.activations == "history":
             raise ValueError(f"{name}: expected a scheme that compressed-tensors knows, got {scheme.name}")
         return
     is_grid = scheme.code == "grid" and scheme.bits > 1

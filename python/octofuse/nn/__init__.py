@@ -1,5 +1,6 @@
 """Layers: configuration, tensors and one op call each."""
 
+from octofuse.nn.delayed import DelayedFloat8Linear
 from octofuse.nn.find import linear_layers, output_heads, replace_module
 from octofuse.nn.floating import FloatingLinear, fused_layer
 from octofuse.nn.joined import joined
@@ -13,6 +14,7 @@ __all__ = [
     "QUANTISED",
     "BCQLinear",
     "CodebookLinear",
+    "DelayedFloat8Linear",
     "EightBitLinear",
     "Float8Linear",
     "FloatingLinear",

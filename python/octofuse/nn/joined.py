@@ -53,6 +53,9 @@ def _joined_eight_bits(layers: Sequence[Any]) -> nn.Module | None:
         return None
     if first.input_scale is not None and any(not torch.equal(layer.input_scale, first.input_scale) for layer in layers):
         return None  # of one input, but with ranges of their own
+    history = getattr(first, "amax_history", None)  # of one input: they have seen the same
+    if history is not None and any(not torch.equal(layer.amax_history, history) for layer in layers):
+        return None
     blocks = first.scheme.weights == "block"
     if blocks and any(layer.out_features % BLOCK != 0 for layer in layers[:-1]):
         return None  # the next one would begin inside a block
@@ -68,6 +71,8 @@ def _joined_eight_bits(layers: Sequence[Any]) -> nn.Module | None:
         [layer.weight_scale if blocks else layer.weight_scale.expand(layer.out_features) for layer in layers]
     )
     one.input_scale, one.bias = first.input_scale, _joined_bias(layers)
+    if history is not None:
+        one.amax_history = history.clone()
     return one.train(first.training)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octofuse.nn.delayed import DelayedFloat8Linear
 from octofuse.nn.frozen import FrozenLinear
 from octofuse.nn.linear import EightBitLinear, Float8Linear, Int8Linear, is_conv1d
 from octofuse.nn.outliers import LLMInt8Linear
@@ -23,6 +24,8 @@ def eight_bit_class(scheme: Scheme) -> type[EightBitLinear]:
     """The layer of a scheme."""
     if scheme.outliers is not None:
         return LLMInt8Linear
+    if scheme.activations == "history":
+        return DelayedFloat8Linear
     return Int8Linear if scheme.values == "int8" else Float8Linear
 
 

@@ -21,7 +21,8 @@ class Scheme:
 
     weights: one scale per output "channel", or one per "tensor"; of float8 also one per "block" of 128 x 128.
     activations: "token" computes one scale per row while running (dynamic); "tensor" uses one calibrated scale (static);
-        "block", beside weights by "block", one for every 128 columns of a row.
+        "block", beside weights by "block", one for every 128 columns of a row; "history", of float8, the largest value of
+        the last `window` calls times 2^margin (delayed scaling).
     values: "int8" or "float8" (e4m3).
     outliers: LLM.int8(): columns of the input with a magnitude of at least this are multiplied in floating point.
     smoothing: SmoothQuant before quantisation, with this alpha for every layer, or "search" for each layer's best.
@@ -31,19 +32,21 @@ class Scheme:
     """
 
     weights: Literal["channel", "tensor", "block"] = "channel"
-    activations: Literal["token", "tensor", "block"] = "token"
+    activations: Literal["token", "tensor", "block", "history"] = "token"
     smoothing: float | Literal["search"] | None = None
     clipping: Literal["max", "mse", "percentile", "entropy"] = "max"
     smooth_values: bool = False
     values: Literal["int8", "float8"] = "int8"
     outliers: float | None = None
+    window: int = 16
+    margin: int = 0
 
     def __post_init__(self) -> None:
         is_float8 = self.values == "float8"
         for name, allowed in (
             ("values", ("int8", "float8")),
             ("weights", ("channel", "tensor", "block") if is_float8 else ("channel", "tensor")),
-            ("activations", ("block",) if self.weights == "block" else ("token", "tensor")),
+            ("activations", ("block",) if self.weights == "block" else ACTIVATIONS[self.values]),
             ("clipping", ("max", "mse", "percentile", "entropy") if self.is_static and not is_float8 else ("max",)),
         ):
             if getattr(self, name) not in allowed:
@@ -56,8 +59,19 @@ class Scheme:
             raise ValueError(f"smoothing: expected None, 'search' or a number in [0, 1], got {self.smoothing!r}")
         if self.outliers is not None:
             self._check_outliers()
+        self._check_history()
         if self.smooth_values and self.smoothing is None:
             raise ValueError("smooth_values: expected False without smoothing, got True")
+
+    def _check_history(self) -> None:
+        of_history = self.activations == "history"
+        for name, got, least, most, usual in (("window", self.window, 1, 1024, 16), ("margin", self.margin, 0, 16, 0)):
+            if type(got) is not int or not least <= got <= most:
+                raise ValueError(f"{name}: expected {least} to {most}, got {got!r}")
+            if got != usual and not of_history:
+                raise ValueError(f"{name}: expected {usual} beside activations by {self.activations}, got {got}")
+        if of_history and self.smoothing is not None:
+            raise ValueError(f"smoothing: expected None beside activations by history, got {self.smoothing!r}")
 
     def _check_outliers(self) -> None:
         if not isinstance(self.outliers, int | float) or not 0 < self.outliers < float("inf"):
@@ -83,6 +97,10 @@ class Scheme:
     def name(self) -> str:
         if self.outliers is not None:
             return "llm-int8" if self.outliers == OUTLIERS else f"llm-int8-t{self.outliers:g}"
+        if self.activations == "history":
+            window = "" if self.window == Scheme.window else f"-h{self.window}"
+            tensor = "-tensor" if self.weights == "tensor" else ""
+            return f"fp8-delayed{window}{f'-m{self.margin}' if self.margin else ''}{tensor}"
         plain = replace(self, smoothing=None, smooth_values=False)
         base = next(name for name, scheme in SCHEMES.items() if scheme == plain)
         if self.smoothing is None:
@@ -93,6 +111,7 @@ class Scheme:
         )
 
 
+ACTIVATIONS = {"int8": ("token", "tensor"), "float8": ("token", "tensor", "history")}
 PERCENTILE = 0.9999  # of clipping="percentile"
 
 # The names that most people want, the first four first: what an unknown name is compared with.
@@ -133,9 +152,10 @@ AnyScheme = Scheme | WeightOnly
 
 
 def scheme_named(name: str | AnyScheme) -> AnyScheme:
-    """The scheme behind a name: "llm-int8" ("llm-int8-t5" for another threshold); one of SCHEMES, with "-smooth",
-    "-smooth0.7" or "-smooth-search" for SmoothQuant, and "-values" behind that to smooth attention's output too; or a
-    weight-only one, as `weight_only_named` reads it.
+    """The scheme behind a name: one of SCHEMES, with "-smooth", "-smooth0.7" or "-smooth-search" for SmoothQuant, and
+    "-values" behind that to smooth attention's output too; "llm-int8" ("llm-int8-t5" for another threshold);
+    "fp8-delayed" ("-h32" for a window of 32 calls, then "-m1" for a margin of 2^1); or a weight-only one, as
+    `weight_only_named` reads it.
 
     Raises ValueError that names the nearest, TypeError for what is neither.
     """
@@ -147,6 +167,9 @@ def scheme_named(name: str | AnyScheme) -> AnyScheme:
         return low
     if found := re.fullmatch(r"llm-int8(?:-t(\d+(?:\.\d+)?))?", name):
         return Scheme(outliers=float(found[1] or OUTLIERS))
+    if found := re.fullmatch(r"fp8-delayed(?:-h(\d+))?(?:-m(\d+))?(-tensor)?", name):
+        window, margin = int(found[1] or Scheme.window), int(found[2] or 0)
+        return Scheme("tensor" if found[3] else "channel", "history", values="float8", window=window, margin=margin)
     base, smooth, rest = name.partition("-smooth")
     values = rest.endswith("-values")
     alpha = _alpha(rest.removesuffix("-values"))
