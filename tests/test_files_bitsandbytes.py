@@ -59,6 +59,21 @@ def test_saved_again_and_through_transformers(tmp_path: Path) -> None:
     assert torch.equal(theirs(ids).logits, model(ids).logits)
 
 
+def test_a_scale_below_zero(tmp_path: Path) -> None:
+    """Quantised once more, the largest magnitude of a block of zeros may come out below 0."""
+    folder, found = written(tmp_path / "a")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{NAME}.absmax"][0] = 0  # of the table's -1
+    tensors[f"{NAME}.nested_absmax"][0] = 0.1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = octofuse.from_pretrained(folder)
+    layer = model.get_submodule(NAME.removesuffix(".weight"))
+    assert float(layer.scale[0, 0]) < 0
+    octofuse.save_pretrained(model, tmp_path / "b")
+    again = octofuse.from_pretrained(tmp_path / "b").get_submodule(NAME.removesuffix(".weight"))
+    assert torch.equal(again.dequantized(), layer.dequantized())
+
+
 def test_storage_in_floating_point(tmp_path: Path) -> None:
     """`bnb_4bit_quant_storage`: the same bytes under another dtype."""
     folder, found = written(tmp_path)
@@ -135,7 +150,7 @@ def test_eight_bits(threshold: float, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"load_in_4bit": True}, "load_in_4bit, load_in_8bit: expected one of both, got"),
+        ({"load_in_4bit": True}, "load_in_4bit, load_in_8bit: expected exactly one of the two, got"),
         ({"llm_int8_threshold": -1}, "llm_int8_threshold: expected a number of at least 0, got -1"),
         ({"llm_int8_threshold": "6"}, "llm_int8_threshold: expected a number of at least 0, got '6'"),
     ],

@@ -124,6 +124,13 @@ def test_compiles(device: str) -> None:
     [
         ({"threshold": 0.0}, ValueError, "threshold: expected more than 0, got 0"),
         ({"threshold": float("nan")}, ValueError, "threshold: expected more than 0, got"),
+        ({"threshold": 1e-50}, ValueError, "threshold: expected at least 2"),
+        ({"residual": 3.0}, TypeError, "residual: expected a tensor of float16, bfloat16 or float32, got float"),
+        (
+            {"residual": torch.ones(2, 3, dtype=torch.int32)},
+            TypeError,
+            "residual: expected a tensor of .*, got torch.int32",
+        ),
         ({"threshold": "6"}, TypeError, "threshold: expected a number, got str"),
         ({"w": torch.ones(3, 5, dtype=torch.int8)}, ValueError, r"w: expected a contiguous tensor of shape \[N, 4\]"),
         ({"w": torch.ones(3, 4)}, TypeError, "w: expected"),
@@ -139,7 +146,7 @@ def test_wrong_arguments(change: dict[str, Any], error: type[Exception], message
         octofuse.llm_int8_linear(given.pop("x"), given.pop("w"), given.pop("w_scale"), **given)
 
 
-@pytest.mark.parametrize("name", ["llm-int8", "llm-int8-t5.5"])
+@pytest.mark.parametrize("name", ["llm-int8", "llm-int8-t5.5", "llm-int8-t6.123456789", "llm-int8-t1e-05"])
 def test_names_and_layers(name: str) -> None:
     scheme = scheme_named(name)
     assert isinstance(scheme, Scheme)
@@ -147,6 +154,10 @@ def test_names_and_layers(name: str) -> None:
     layer = torch.nn.Linear(96, 40)
     made = quantised_layer(layer, scheme)
     assert isinstance(made, LLMInt8Linear)
+    made.engine = "cublaslt"
+    with pytest.raises(ValueError, match="engine: expected 'auto' for llm-int8, got 'cublaslt'"):
+        made(torch.ones(1, 96))
+    made.engine = "auto"
     x = torch.randn(4, 96)
     x[1, 7] = 50.0
     with torch.no_grad():
@@ -158,3 +169,12 @@ def test_names_and_layers(name: str) -> None:
         Scheme(activations="tensor", outliers=6.0)
     with pytest.raises(ValueError, match="outliers: expected None or a number above 0, got 0"):
         Scheme(outliers=0.0)
+
+
+def test_autocast_changes_nothing() -> None:
+    x, w, scale = case(4, 32, 64, 3, "cpu", torch.float32)
+    x[0, 5] = 3000.0
+    want = octofuse.llm_int8_linear(x, w, scale)
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype):
+            assert torch.equal(octofuse.llm_int8_linear(x, w, scale), want)

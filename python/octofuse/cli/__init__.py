@@ -152,7 +152,7 @@ def explain_model(
     plot: Annotated[Path | None, typer.Option(help="a new picture, .png or .svg")] = None,
     device: Device = "auto",
 ) -> None:
-    """What a model's layers really do: kernel, instruction, bytes, share of the roofline, what is widened or copied."""
+    """What a model's layers really do: instruction, bytes, share of the roofline, what is widened or copied."""
     with _plain_errors():
         from octofuse.cli.explain import run_explain
 

@@ -20,7 +20,7 @@ from octofuse.files import from_pretrained
 from octofuse.files.headers import method_of
 from octofuse.files.loading import FORMATS
 from octofuse.models import LayerProfile, Profile, profile
-from octofuse.models.profile import PHASES
+from octofuse.models.watch import PHASES
 
 _COLOURS = {"int8": "tab:green", "float8": "tab:blue", "16 bits": "tab:orange", "1 bit": "tab:purple", "": "tab:gray"}
 
@@ -53,13 +53,20 @@ def load(model: str, device: torch.device, stock: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     name = expect_model(model)
-    method = method_of(Path(name)) if Path(name).is_dir() else None
+    method = method_of(Path(name)) if Path(name).is_dir() else _method_on_the_hub(name)
     if not stock and method in FORMATS:
         return from_pretrained(name, device)
     dtype = "auto" if device.type == "cuda" else torch.float32
     options: dict[str, Any] = {} if method is None else {"device_map": str(device)}
     loaded = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if method else dtype, **options)
     return (loaded if method else loaded.to(device)).eval().requires_grad_(False)
+
+
+def _method_on_the_hub(name: str) -> str | None:
+    from transformers import AutoConfig
+
+    found = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
+    return None if found is None else str(found.get("quant_method") if isinstance(found, dict) else found.quant_method)
 
 
 def alike(layers: Sequence[LayerProfile]) -> dict[tuple[str, str, str], list[LayerProfile]]:

@@ -65,12 +65,11 @@ class _FourBits(Stored):
             layer = empty_layer(k, n, bias=False, scheme=scheme, dtype=dtype)
         assert isinstance(layer, CodebookLinear)
         layer.packed = torch.cat([pack(part, codebook.BITS, codebook=True) for part in row_parts(codes)])
-        scale = checked_scales("weight.absmax", _magnitudes(tensors, state, n * k // group))
+        scale = _magnitudes(tensors, state, n * k // group)  # one that was quantised once more may be a little below 0
         layer.scale = scale.view(n, k // group).to(dtype).t().contiguous()
-        if not bool(torch.isfinite(layer.scale).all()):
-            raise ValueError(
-                f"weight.absmax: expected values that {dtype} holds, got larger ones; ask for another dtype"
-            )
+        for values, got in ((scale, "NaN or Inf"), (layer.scale, "larger ones; ask for another dtype")):
+            if not bool(torch.isfinite(values).all()):
+                raise ValueError(f"weight.absmax: expected finite values that {dtype} holds, got {got}")
         return layer
 
 
@@ -142,7 +141,7 @@ class BitsAndBytes(Format):
     def __init__(self, config: Mapping[str, Any]) -> None:
         kinds = [name for name in ("load_in_4bit", "load_in_8bit") if config.get(name) is True]
         if len(kinds) != 1:
-            raise ValueError(f"load_in_4bit, load_in_8bit: expected one of both, got {kinds}")
+            raise ValueError(f"load_in_4bit, load_in_8bit: expected exactly one of the two, got {kinds}")
         self.threshold = config.get("llm_int8_threshold", OUTLIERS) if kinds == ["load_in_8bit"] else 0.0
         is_number = isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool)
         if not is_number or not 0 <= self.threshold < float("inf"):

@@ -51,7 +51,7 @@ class _Own(Stored):
                     raise ValueError("order: expected every column once, got others")
                 layer.order = tensor.int()
             elif tensor.is_floating_point():
-                signed = name == "alpha"  # of a sum of signs
+                signed = name == "alpha" or getattr(self.scheme, "is_codebook", False)  # levels have signs
                 values = tensor if isinstance(self.scheme, Scheme) else tensor.to(dtype)
                 checked_scales(name, values.abs() if signed else values)
                 setattr(layer, name, values)

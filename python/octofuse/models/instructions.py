@@ -19,9 +19,9 @@ from pathlib import Path
 
 from octofuse import _C
 
-# What an instruction multiplies; the first that a kernel has more of than any other is its own.
+# What an instruction multiplies. A kernel's is the one that its code has most often, shape and all.
 OPERANDS = {
-    "IGMMA": "int8", "IMMA": "int8", "IDP": "int8", "QGMMA": "float8", "QMMA": "float8", "BGMMA": "1 bit", "BMMA": "1 bit",
+    "IGMMA": "int8", "IMMA": "int8", "QGMMA": "float8", "QMMA": "float8", "BGMMA": "1 bit", "BMMA": "1 bit",
     "HGMMA": "16 bits", "HMMA": "16 bits", "DMMA": "float64",
 }  # fmt: skip
 _OPCODE = re.compile(r"\b(" + "|".join(OPERANDS) + r")((?:\.[A-Z0-9x_]+)*)")

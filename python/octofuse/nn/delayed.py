@@ -48,6 +48,8 @@ class DelayedFloat8Linear(Float8Linear):
         return torch.where(reach > 0, reach / _LARGEST, torch.ones_like(reach))
 
     def product(self, x: Tensor) -> Tensor:
+        if self.engine != "auto":
+            raise ValueError(f"engine: expected 'auto' for delayed scaling, got {self.engine!r}")
         return self.fused(x.contiguous(), activation=self.activation)
 
     def fused(

@@ -20,6 +20,8 @@ class LLMInt8Linear(Int8Linear):
         return Scheme(outliers=OUTLIERS)
 
     def product(self, x: Tensor) -> Tensor:
+        if self.engine != "auto":
+            raise ValueError(f"engine: expected 'auto' for llm-int8, got {self.engine!r}")
         return self.fused(x.contiguous(), activation=self.activation)
 
     def fused(

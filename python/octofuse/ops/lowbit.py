@@ -225,8 +225,9 @@ def codebook_linear(
 ) -> Tensor:
     """`woq_linear` with w = scale * levels[code], codes of 4 bits.
 
-    Up to 4 tokens kernels multiply levels as integers of 14 bits: of "fp4" exact but for fp32's rounding, of "nf4" within
-    2e-4 of each level. More tokens, and the engine "dequantized": levels in the scale's dtype, their products with scales
+    Up to 4 tokens kernels multiply levels as integers of 16 bits, by the integers of tokens, and leave the product of both
+    low bytes out: a column may lose 2^-15 of the largest level times the largest of its 128 values. int8 tokens lose
+    nothing. More tokens, and the engine "dequantized": levels in the scale's dtype, their products with scales
     rounded to it.
 
     Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023.

@@ -17,6 +17,7 @@ from octofuse.ops.quantize import _per_token
 from octofuse.ops.rows import activate
 
 THRESHOLD = 6.0  # of the paper
+SMALLEST = 2.0**-126  # normal number of fp32
 
 
 def llm_int8_linear(
@@ -35,8 +36,9 @@ def llm_int8_linear(
     A column of x belongs to the outliers if |x| >= threshold anywhere in it, in any token of the call. These columns are
     multiplied as they are, by w * w_scale, with sums in fp32; a token's scale is that of its values below the threshold,
     and the rest of x goes to int8. Without an outlier the bits are those of `quantize_per_token` and `i8f16_linear`.
-    Unlike theirs, with outliers a token's bits depend on which columns the call's other tokens add. Nothing waits for the
-    host, whatever the number of columns, so calls can be captured in a graph; many columns take longer.
+    Unlike theirs, with outliers a token's bits depend on which columns the call's other tokens add. With this
+    library's kernels (see below) nothing waits for the host, whatever the number of columns, so calls can be captured in a
+    graph; many columns take longer.
 
     Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", 2022.
 
@@ -62,11 +64,13 @@ def llm_int8_linear(
     """
     if not isinstance(threshold, int | float) or isinstance(threshold, bool):
         raise TypeError(f"threshold: expected a number, got {type(threshold).__name__}")
+    if 0 < threshold < SMALLEST:
+        raise ValueError(f"threshold: expected at least 2^-126, fp32's smallest, got {threshold}")
+    _check_residual(residual, x, w)
+    refuse_gradients("llm_int8_linear", x=x, w=w, w_scale=w_scale)
     if goes_direct(x, w, w_scale, bias, residual):
-        refuse_gradients("llm_int8_linear", x=x, w=w, w_scale=w_scale)
         q, scales, product = _outlier_product(x, w, w_scale, threshold)
     else:
-        refuse_gradients("llm_int8_linear", x=x, w=w, w_scale=w_scale)
         scale = as_tensor("w_scale", w_scale, x)
         q, scales, product = torch.ops.octofuse.outlier_product(x, w, scale, float(threshold))
     y = i8f16_linear(
@@ -74,11 +78,18 @@ def llm_int8_linear(
     )  # fmt: skip
     if activation is not None:
         y = activate(y, activation)
-    if residual is None:
-        return y
-    if residual.shape != y.shape:
-        raise ValueError(f"residual: expected shape {list(y.shape)}, got {list(residual.shape)}")
-    return (y + residual).to(y.dtype)
+    return y if residual is None else (y + residual).to(y.dtype)
+
+
+def _check_residual(residual: Tensor | None, x: Tensor, w: Tensor) -> None:
+    if residual is None or not isinstance(x, Tensor) or not isinstance(w, Tensor):
+        return
+    if not isinstance(residual, Tensor) or residual.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        got = residual.dtype if isinstance(residual, Tensor) else type(residual).__name__
+        raise TypeError(f"residual: expected a tensor of float16, bfloat16 or float32, got {got}")
+    want = [*x.shape[:-1], w.shape[0]] if w.dim() > 0 else []
+    if list(residual.shape) != want:
+        raise ValueError(f"residual: expected shape {want}, got {list(residual.shape)}")
 
 
 def _outlier_product(x: Tensor, w: Tensor, w_scale: Scale, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,7 +103,8 @@ def _composed(x: Tensor, w: Tensor, w_scale: Scale, threshold: float) -> tuple[T
     q, scales = _per_token(x.masked_fill(outliers, 0.0))
     columns = outliers.reshape(-1, x.shape[-1]).any(0).nonzero().reshape(-1)
     q[..., columns] = 0
-    product = x[..., columns].float() @ w[:, columns].float().t()
+    with torch.autocast(x.device.type, enabled=False):  # sums stay in fp32
+        product = x[..., columns].float() @ w[:, columns].float().t()
     scale = w_scale.reshape(-1) if isinstance(w_scale, Tensor) else w_scale
     return q, scales, (product * scale).to(x.dtype)
 

@@ -74,7 +74,8 @@ class Scheme:
             raise ValueError(f"smoothing: expected None beside activations by history, got {self.smoothing!r}")
 
     def _check_outliers(self) -> None:
-        if not isinstance(self.outliers, int | float) or not 0 < self.outliers < float("inf"):
+        is_number = isinstance(self.outliers, int | float) and not isinstance(self.outliers, bool)
+        if not is_number or not 2.0**-126 <= self.outliers < float("inf"):  # type: ignore[operator]
             raise ValueError(f"outliers: expected None or a number above 0, got {self.outliers!r}")
         plain = replace(self, outliers=None)
         if plain != Scheme():
@@ -96,7 +97,7 @@ class Scheme:
     @property
     def name(self) -> str:
         if self.outliers is not None:
-            return "llm-int8" if self.outliers == OUTLIERS else f"llm-int8-t{self.outliers:g}"
+            return "llm-int8" if self.outliers == OUTLIERS else f"llm-int8-t{_short(self.outliers)}"
         if self.activations == "history":
             window = "" if self.window == Scheme.window else f"-h{self.window}"
             tensor = "-tensor" if self.weights == "tensor" else ""
@@ -165,7 +166,7 @@ def scheme_named(name: str | AnyScheme) -> AnyScheme:
         raise TypeError(f"scheme: expected a name, Scheme or WeightOnly, got {type(name).__name__}")
     if (low := weight_only_named(name)) is not None:
         return low
-    if found := re.fullmatch(r"llm-int8(?:-t(\d+(?:\.\d+)?))?", name):
+    if found := re.fullmatch(r"llm-int8(?:-t(\d+(?:\.\d+)?(?:e[+-]?\d+)?))?", name):
         return Scheme(outliers=float(found[1] or OUTLIERS))
     if found := re.fullmatch(r"fp8-delayed(?:-h(\d+))?(?:-m(\d+))?(-tensor)?", name):
         window, margin = int(found[1] or Scheme.window), int(found[2] or 0)
@@ -180,6 +181,12 @@ def scheme_named(name: str | AnyScheme) -> AnyScheme:
             f"scheme: expected a name such as {', '.join(USUAL[:4])} (`octofuse schemes` lists them), got {name!r}{hint}"
         )
     return replace(SCHEMES[base], smoothing=alpha, smooth_values=values) if smooth else SCHEMES[base]
+
+
+def _short(number: float) -> str:
+    """Of a number, so that float() gives it back."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(float(number))
 
 
 def _alpha(text: str) -> float | Literal["search"] | None:

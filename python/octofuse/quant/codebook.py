@@ -64,12 +64,17 @@ def dequantize(codes: Tensor, scale: Tensor, levels: str | Sequence[float], grou
 
 @torch.no_grad()
 def encode(w: Tensor, levels: str | Sequence[float], group: int | None) -> Coded:
-    """w [N, K], floating point, to the nearest levels; a group's largest magnitude is 1. ValueError for NaN or Inf."""
+    """w [N, K], floating point, to the nearest levels; a group's largest magnitude becomes that of the levels.
+
+    ValueError for NaN or Inf, and for levels that are all 0.
+    """
     check_finite(w)
     of_codes = levels_named(levels)
     rows, columns = w.shape
     width = columns if group is None else group
     largest = max(abs(level) for level in of_codes)
+    if largest == 0:
+        raise ValueError("levels: expected one that is not 0, got none")
     reach = pad(w.float(), (0, -columns % width)).view(rows, -1, width).abs().amax(-1)
     scale = positive(reach / largest, w.dtype)
     table, order = torch.tensor(of_codes, dtype=torch.float32, device=w.device).sort()
