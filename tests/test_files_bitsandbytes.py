@@ -61,7 +61,7 @@ def test_saved_again_and_through_transformers(tmp_path: Path) -> None:
 
 def test_a_scale_below_zero(tmp_path: Path) -> None:
     """Quantised once more, the largest magnitude of a block of zeros may come out below 0."""
-    folder, found = written(tmp_path / "a")
+    folder, _ = written(tmp_path / "a")
     tensors = load_file(folder / "model.safetensors")
     tensors[f"{NAME}.absmax"][0] = 0  # of the table's -1
     tensors[f"{NAME}.nested_absmax"][0] = 0.1

@@ -1,6 +1,4 @@
 // LLM.int8(): what stands in front of its int8 product. Other devices and dtypes are computed in Python (None).
-#include <cmath>
-
 #include "arguments.h"
 #include "module.h"
 #include "octofuse/device.h"
@@ -13,7 +11,11 @@ namespace {
 void check_weight(const TensorView& w, const TensorView& x, int64_t k) {
   expect_dtype(w, {DType::kInt8});
   expect_same_device(w, x);
-  if (w.ndim() != 2 || w.size(1) != k || w.size(0) < 1 || w.size(0) > kMaxExtent || !w.is_contiguous()) {
+  constexpr int64_t kMostChannels = 128 * int64_t{65535};  // of a grid's second dimension
+  if (w.ndim() == 2 && w.size(0) > kMostChannels) {
+    refuse<ValueError>("w", "N up to 8388480", "shape " + w.shape_text());
+  }
+  if (w.ndim() != 2 || w.size(1) != k || w.size(0) < 1 || !w.is_contiguous()) {
     refuse<ValueError>("w", "a contiguous tensor of shape [N, " + std::to_string(k) + "]", w.shape_text());
   }
 }
@@ -33,7 +35,8 @@ py::object outlier_product_op(py::handle x_object, py::handle w_object, py::hand
   check_weight(w, x, args.k);
   args.n = w.size(0);
   args.w_scale = parse_scale(w_scale, "w_scale", args.n, x);
-  if (!(threshold > 0.0)) refuse<ValueError>("threshold", "more than 0", std::to_string(threshold));
+  if (!(static_cast<float>(threshold) > 0.0F))
+    refuse<ValueError>("threshold", "more than 0", std::to_string(threshold));
   if (x.on_cpu() || x.dtype == DType::kFloat32 || !device_capability(x.device()).kernels_mma) return py::none();
   args.type = x.dtype;
   args.x = x.data();

@@ -13,6 +13,7 @@ struct Capability {
   int sm_count = 0;
   double bandwidth = 0;               // GB/s of memory by its clock and width; 0: no device was asked
   int shared_memory = 0;              // bytes that a block may ask for; 0: no device was asked
+  int whole_shared_memory = 0;        // the same, whatever limit_shared_memory() says
   bool kernels_sm90a = false;         // this build holds sm_90a machine code
   bool kernels_mma = false;           // this build holds mma.sync kernels that the device can load
   bool kernels_naive = false;         // this build holds any kernel that the device can load

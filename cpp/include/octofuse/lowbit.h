@@ -11,10 +11,10 @@
 //   codebook: w = scale * levels[code], codes of 4 bits; levels and scale are of x's type.
 //
 // Up to 4 tokens (lowbit/gemv_int8.cu, lowbit/gemv_binary.cu): the 128 values of a token in a k-block share a power of
-// two, by which they become integers of 16 bits. Products of these run on int8 or binary tensor cores and are exact
-// (levels of a codebook: as integers of 14 bits); sums over groups are in fp32, in an order of K alone. More tokens
-// (lowbit/gemm.cu): weights are rounded once, to x's type, and multiplied on its tensor cores, with sums in fp32 in an
-// order of N and K. So a token's bits do not depend on the other tokens.
+// two, by which they become integers of 16 bits. Products of these run on int8 or binary tensor cores and are exact;
+// those of a codebook's levels, integers of 16 bits as well, but for 2^-16 of the largest. Sums over groups are in
+// fp32, in an order of K alone. More tokens (lowbit/gemm.cu): weights are rounded once, to x's type, and multiplied on
+// its tensor cores, with sums in fp32 in an order of N and K. So a token's bits do not depend on the other tokens.
 #pragma once
 
 #include <array>

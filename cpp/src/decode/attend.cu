@@ -202,7 +202,7 @@ void launch(AttendArgs args, int device, cudaStream_t stream) {
   args.slots = division.slots;
   args.sums_at = division.sums_at;
   const auto* const kernel = reinterpret_cast<const void*>(attend_kernel<T, kCache, kBlocks>);
-  allow_shared_memory(kernel, capability.shared_memory - division.kOwn, device, raised);
+  allow_shared_memory(kernel, capability.whole_shared_memory - division.kOwn, device, raised);
   const dim3 grid(static_cast<unsigned>(division.takers), static_cast<unsigned>(heads.pairs * args.sharing),
                   static_cast<unsigned>(heads.batch));
   const bool chained = is_chained(stream, device);

@@ -41,6 +41,7 @@ Capability& known_capability(int device) {
     const double bits = attribute(cudaDevAttrGlobalMemoryBusWidth);
     capability.bandwidth = 2.0 * attribute(cudaDevAttrMemoryClockRate) * bits / 8 / 1e6;
     capability.shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    capability.whole_shared_memory = capability.shared_memory;
     capability.cublaslt = cublaslt::api().loaded();
     capability.cublaslt_why = cublaslt::api().why_not;
     known.at(static_cast<size_t>(device)) = capability;

@@ -172,8 +172,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_
     if (thread % 32 == 0) producer.start(copies_weights, copies_tokens);
     __syncwarp();
   }
-  if constexpr (Traits::Code::kCodebook) {
-    CodebookDequantizer<Traits::kType>::fill(reinterpret_cast<uint32_t*>(ring - Traits::kTableBytes), args.levels);
+  if constexpr (Traits::Code::kCodebook) {  // the consumers' warps, who read it, fill it
+    CodebookDequantizer<Traits::kType>::template fill<Traits::kConsumers>(
+        reinterpret_cast<uint32_t*>(ring - Traits::kTableBytes), args.levels);
   }
   __syncthreads();
   launch_dependents();

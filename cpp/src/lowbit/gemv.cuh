@@ -72,7 +72,7 @@ struct GemvKernel {
   bool fits(const GemvArgs& args) const { return layout_of(args, shallow).bytes <= args.room; }
 
   void launch(const char* name, GemvArgs args, int device, cudaStream_t stream) const {
-    allow_shared_memory(function, args.room, device, *raised);
+    allow_shared_memory(function, device_capability(device).whole_shared_memory, device, *raised);
     const bool goes_deep = !leaves_room(args) && layout_of(args, deep).bytes <= args.room;
     args.stages = goes_deep ? deep : shallow;
     args.layout = layout_of(args, args.stages);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 
 namespace octofuse::lowbit {
 namespace {
@@ -27,9 +28,12 @@ double best_scale(const Levels& levels) {
   for (const double level : levels) largest = std::max(largest, std::abs(level));
   if (largest == 0.0) return 1.0;
   double best = kMost / largest;
+  double least = error_of(levels, best);
   for (int i = kMost / 2; i < kMost; ++i) {
     const double scale = i / largest;
-    if (error_of(levels, scale) < error_of(levels, best)) best = scale;
+    const double error = error_of(levels, scale);
+    if (error < least) best = scale;
+    least = std::min(least, error);
   }
   return best;
 }
@@ -49,13 +53,10 @@ IntegerLevels rounded(const Levels& levels) {
 }  // namespace
 
 const IntegerLevels& integers_of(const Levels& levels) {
-  thread_local Levels known{};
-  thread_local IntegerLevels found = rounded(known);
-  if (known != levels) {
-    found = rounded(levels);
-    known = levels;
-  }
-  return found;
+  thread_local std::map<Levels, IntegerLevels> known;
+  if (known.size() > 64) known.clear();
+  const auto found = known.find(levels);
+  return found != known.end() ? found->second : known.emplace(levels, rounded(levels)).first->second;
 }
 
 uint16_t level_bits(float level, DType type) {

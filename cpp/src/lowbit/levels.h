@@ -14,7 +14,7 @@ struct IntegerLevels {
   float unit;
 };
 
-// Kept for the next call of this thread: the search takes longer than a kernel.
+// Kept for this thread's next calls: the search takes longer than a kernel.
 const IntegerLevels& integers_of(const Levels& levels);
 
 // The bits of a level in fp16 or bf16.

@@ -124,7 +124,7 @@ struct Int8Operand {
 
 // The same for products with both bytes of a codebook's levels, each beside its column's byte of the token: those of
 // the token's high bytes are [high, 0], those of its low bytes [low, high], so that their sums stand for 2^16 and for
-// 2^8. What low bytes of both make is left out: it is less than what rounding the token did.
+// 2^8. What low bytes of both make is left out: a column may lose 2^14, where the largest product is 2^30.
 struct CodebookOperand : Int8Operand {
   struct Reader {
     const char *high, *low;  // this lane's of its token; low: zeros for a column of high bytes

@@ -160,8 +160,11 @@ class CodebookDequantizer {
   __device__ CodebookDequantizer(uint32_t /*base*/, int /*twice_zero*/, const char* table)
       : table_(table + threadIdx.x % 32 * 4) {}
 
+  // By the first kThreads threads of the block.
+  template <unsigned kThreads>
   __device__ static void fill(uint32_t* table, const uint16_t (&levels)[16]) {
-    for (unsigned entry = threadIdx.x / 32; entry < 256; entry += blockDim.x / 32) {
+    if (threadIdx.x >= kThreads) return;
+    for (unsigned entry = threadIdx.x / 32; entry < 256; entry += kThreads / 32) {
       table[entry * 32 + threadIdx.x % 32] = levels[entry % 16] | static_cast<uint32_t>(levels[entry / 16]) << 16;
     }
   }

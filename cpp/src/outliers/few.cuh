@@ -214,8 +214,8 @@ __global__ void __launch_bounds__(kFewThreads) few_kernel(const __grid_constant_
        group += static_cast<int>(gridDim.x)) {
     tokens.multiply(group);
   }
-  launch_dependents();  // not before: what reads here comes one after the other, and the next kernel's weights would be
-                        // first
+  // Not before: each read above waits for the one before it, and would wait for the next kernel's weights too.
+  launch_dependents();
 }
 
 }  // namespace octofuse::outliers
