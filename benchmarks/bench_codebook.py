@@ -1,5 +1,5 @@
-"""nf4 in groups of 64 beside a grid of 4 bits with as many scales, fp16, and bitsandbytes where it is installed: device
-time, weights from memory.
+"""nf4 in groups of 64 beside a grid of 4 bits with as many scales, FP8 weights beside a grid of 8 bits (a scale a row),
+fp16, and bitsandbytes where it is installed: device time, weights from memory.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def run(smoke: bool) -> dict[str, Any]:
                 "fp16 F.linear": float_calls(m, n, k),
                 "w4a16-g64": lowbit_calls("uniform", 4, m, n, k, GROUP)[0],
                 "nf4": lowbit_calls("codebook", 4, m, n, k, GROUP)[0],
+                "w8a16": lowbit_calls("uniform", 8, m, n, k, None)[0],
+                "w8a16-fp8": lowbit_calls("float8", 8, m, n, k, None)[0],
             }
             chained = {name + CHAINED: calls for name, calls in list(columns.items())[1:]} if m <= 4 else {}
             columns["bitsandbytes"] = bitsandbytes_calls(m, n, k)

@@ -26,6 +26,7 @@ MODELS = ((1024, 4096), (5120, 5120), (6144, 4096), (11008, 4096), (4096, 11008)
 LAYERS = {"QKV": (36864, 12288), "output": (12288, 12288), "FFN1": (49152, 12288), "FFN2": (12288, 49152)}
 KINDS = (*((f"w{b}a16", "uniform", b) for b in (8, 6, 5, 4, 3, 2, 1)), *((f"bcq-q{q}", "planes", q) for q in (4, 3, 2, 1)),
          ("sparse12", "sparse12", 7))  # fmt: skip
+LEVELS = {"codebook": "nf4", "float8": "e4m3"}
 PEER_TOKENS = (1, 16, 64)  # gemlite tunes itself for every shape, for 6 to 13 s
 TOKENS = (1, 2, 4, 5, 8, 16, 32, 64, 65, 128, 256, 512)
 GROUPS = (None, 256, 128, 64, 32)
@@ -57,8 +58,8 @@ def lowbit_calls(
             x, more["x_scale"] = quantize_per_token(x)
         if kind == "planes":
             calls.append(lambda x=x, p=packed, s=scale, more=more: bcq_linear(x, p, s, **more))
-        elif kind == "codebook":
-            calls.append(lambda x=x, p=packed, s=scale, more=more: codebook_linear(x, p, s, "nf4", **more))
+        elif kind in LEVELS:
+            calls.append(lambda x=x, p=packed, s=scale, more=more: codebook_linear(x, p, s, LEVELS[kind], **more))
         elif kind == "sparse12":
             calls.append(lambda x=x, p=packed, s=scale, more=more: sparse12_linear(x, p, s, **more))
         else:

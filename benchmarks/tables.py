@@ -137,7 +137,7 @@ def lowbit() -> str:
 
 
 def codebook() -> str:
-    names = ("fp16 F.linear", "w4a16-g64", "nf4", "bitsandbytes")
+    names = ("fp16 F.linear", "w4a16-g64", "nf4", "bitsandbytes", "w8a16", "w8a16-fp8")
     tokens = (1, 4, 16, 64, 128, 512)
     rows = []
     for row in result("h200/codebook")["rows"]:

@@ -70,13 +70,15 @@ def engines(device: str) -> tuple[str, ...]:
 
 # ---- weights of few bits ----
 
+LEVELS = {"codebook": "nf4", "float8": "e4m3"}
+
 
 def by_torch(
     codes: Tensor, scale: Tensor, zero: Tensor | int | None, kind: str, bits: int, group: int | None, k: int
 ) -> Tensor:
     """What the codes stand for, in the scale's dtype; of a codebook those of nf4."""
-    if kind == "codebook":
-        return codebook.dequantize(codes, scale.t(), "nf4", group)
+    if kind in LEVELS:
+        return codebook.dequantize(codes, scale.t(), LEVELS[kind], group)
     if kind == "planes":
         return bcq.dequantize(codes, scale.permute(2, 0, 1), None, group)
     if kind == "sparse12":
@@ -111,13 +113,15 @@ class Weight:
         groups = 1 if group is None else -(-k // group)
         columns = -(-k // 2) if kind == "sparse12" else k
         codes = torch.randint(0, 256 if kind == "sparse12" else 1 << bits, (n, columns), dtype=torch.uint8, **more)
+        if kind == "float8":
+            codes -= (codes % 128 == 127).to(torch.uint8)  # no NaN
         self.packed = pack_of(codes, kind, bits)
         scale = torch.rand((groups, bits, n) if kind == "planes" else (groups, n), **more)
         self.scale = ((scale + 0.1) / (1 << bits)).to(dtype)
         self.zero: Tensor | int | None = None if zeros is False else zeros
         if zeros is True:
             self.zero = torch.randint(0, 1 << bits, (groups, n), dtype=torch.uint8, **more)
-        self.levels = list(codebook.LEVELS["nf4"]) if kind == "codebook" else None
+        self.levels = codebook.stored_as(LEVELS[kind])[2] if kind in LEVELS else None
         self.kind, self.bits, self.group, self.n, self.k, self.dtype = kind, bits, group, n, k, dtype
         self.rounded = by_torch(codes, self.scale, self.zero, kind, bits, group, k)
         self.exact = by_torch(codes, self.scale.float(), self.zero, kind, bits, group, k).double()
@@ -129,8 +133,8 @@ class Weight:
             return bcq_linear(x, self.packed, self.scale, **more)
         if self.kind == "sparse12":
             return sparse12_linear(x, self.packed, self.scale, **more)
-        if self.kind == "codebook":
-            return codebook_linear(x, self.packed, self.scale, "nf4", **more)
+        if self.kind in LEVELS:
+            return codebook_linear(x, self.packed, self.scale, LEVELS[self.kind], **more)
         return woq_linear(x, self.packed, self.scale, self.zero, bits=self.bits, **more)
 
     def dequantized(self) -> Tensor | None:

@@ -241,6 +241,7 @@ def lowbit_cases() -> int:
         ("planes", 2, False),
         ("sparse12", 7, False),
         ("codebook", 4, False),
+        ("float8", 8, False),
     )
     small = itertools.product(kinds, ((33, 100), (40, 104), (144, 2176), (3216, 128)), (None, 32, 128))
     large = itertools.product(

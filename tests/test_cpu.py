@@ -23,7 +23,8 @@ from octofuse.ops import cpu
 
 RUNNABLE = [name for name, why_not in _C.cpu_info()["isas"].items() if not why_not]
 KINDS = [("uniform", bits, zeros) for bits in range(1, 9) for zeros in (False, True)]
-KINDS += [("planes", bits, False) for bits in range(1, 9)] + [("sparse12", 7, False), ("codebook", 4, False)]
+KINDS += [("planes", bits, False) for bits in range(1, 9)] + [("sparse12", 7, False)]
+KINDS += [("codebook", 4, False), ("float8", 8, False)]
 # One token, a few, and many; ragged in everything, whole tiles, and more K than a panel has.
 SHAPES = ((1, 1, 1), (2, 130, 65), (3, 64, 64), (4, 100, 255), (17, 33, 300), (97, 70, 768), (130, 129, 1100))
 

@@ -19,7 +19,7 @@ from helpers import PROMPTS, by_transformers
 from octofuse.files.words import unpack_words
 from octofuse.generate import Generator
 from octofuse.models import quantize_
-from octofuse.nn import Int8Linear, WeightOnlyLinear, linear_layers
+from octofuse.nn import Int8Linear, PackedLinear, WeightOnlyLinear, linear_layers
 from octofuse.nn.linear import is_conv1d
 from test_models_families import small
 
@@ -47,7 +47,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "ffn_dim": 128, "word_embe
 
 
 def model_of(kind: str = "llama", dtype: torch.dtype = torch.float32, **more: Any) -> Any:
-    model = small(kind, **SIZES, **more)
+    model = small(kind, **(SIZES | more))
     angles = {name: buffer.clone() for name, buffer in model.named_buffers() if "inv_freq" in name}
     model = model.to(dtype)
     for name, buffer in angles.items():  # which a model that is loaded keeps in fp32
@@ -68,7 +68,7 @@ def stands_for(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     """The weight that a layer stands for, rounded once."""
     if isinstance(layer, Int8Linear):
         return (layer.weight.float() * layer.weight_scale.view(-1, 1)).to(dtype)
-    assert isinstance(layer, WeightOnlyLinear)
+    assert isinstance(layer, PackedLinear)
     return layer.dequantized()
 
 

@@ -23,7 +23,8 @@ from test_models_families import small
 TOKENS = torch.randint(1, 97, (2, 11), generator=torch.Generator().manual_seed(1))
 KINDS = ("llama", "qwen3", "opt", "gpt2", "mistral")
 WIDER = {"hidden_size": 128, "intermediate_size": 256}  # whole k-blocks
-SCHEMES = ("w8a8-dynamic", "fp8-dynamic", "fp8-block128", "w8a16", "w4a16-g32", "w4a16-g32-zp", "bcq-q3-g32")
+SCHEMES = ("w8a8-dynamic", "fp8-dynamic", "fp8-block128", "w8a16", "w4a16-g32", "w4a16-g32-zp", "bcq-q3-g32",
+           "nf4", "w8a16-fp8")  # fmt: skip
 
 
 def folder_of(kind: str, folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Path:

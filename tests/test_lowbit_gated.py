@@ -10,7 +10,7 @@ from helpers import DEVICES, Weight
 from octofuse import _C
 
 KINDS = [("uniform", bits) for bits in range(1, 9)] + [("planes", bits) for bits in (1, 2, 3, 4, 6)]
-KINDS += [("sparse12", 7), ("codebook", 4)]
+KINDS += [("sparse12", 7), ("codebook", 4), ("float8", 8)]
 # One unit of row tiles; a half that is no row tile; more units than an H200 has SMs, and fewer; long rows.
 SHAPES = ((32, 128), (48, 256), (4544, 256), (1600, 640), (64, 12288))
 
@@ -58,6 +58,7 @@ def test_less_shared_memory() -> None:
         ("planes", 3, 4096),
         ("uniform", 2, 28672),
         ("codebook", 4, 4096),
+        ("float8", 8, 4096),
     ):
         weight = Weight(kind, bits, 128, 320, k, False, torch.float16)
         for m in (1, 4):

@@ -21,7 +21,8 @@ TOKENS = (1, 2, 3, 4, 5, 8, 9, 16, 33, 64, 65, 200, 300)
 
 
 KINDS = [("uniform", bits, zeros) for bits in range(1, 9) for zeros in (False, True)]
-KINDS += [("planes", bits, False) for bits in range(1, 9)] + [("sparse12", 7, False), ("codebook", 4, False)]
+KINDS += [("planes", bits, False) for bits in range(1, 9)] + [("sparse12", 7, False)]
+KINDS += [("codebook", 4, False), ("float8", 8, False)]
 
 
 @pytest.mark.parametrize(("kind", "bits", "zeros"), KINDS)
@@ -54,7 +55,7 @@ def test_one_zero_for_all(bits: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bits"), [("uniform", 4), ("uniform", 8), ("planes", 3), ("sparse12", 7), ("codebook", 4)]
+    ("kind", "bits"), [("uniform", 4), ("uniform", 8), ("planes", 3), ("sparse12", 7), ("codebook", 4), ("float8", 8)]
 )
 def test_bfloat16_and_long_rows(kind: str, bits: int) -> None:
     for dtype, (n, k) in itertools.product((torch.bfloat16, torch.float16), ((200, 768), (64, 16384), (40, 49152))):
@@ -64,6 +65,7 @@ def test_bfloat16_and_long_rows(kind: str, bits: int) -> None:
 
 
 SOME = [("uniform", 4), ("uniform", 3), ("uniform", 6), ("planes", 2), ("sparse12", 7), ("codebook", 4)]
+SOME += [("float8", 8)]
 # Each way to cut N and K into blocks.
 BLOCKS = [(200, 104), (200, 1600), (200, 12288), (4096, 1040), (4352, 1600), (6144, 512), (10240, 256), (13312, 256)]
 
@@ -94,9 +96,7 @@ def test_a_token_keeps_its_bits(kind: str, bits: int, n: int, k: int) -> None:
     assert torch.equal(weight.multiply(x.view(4, -1, k)).view(most, -1), together)
 
 
-@pytest.mark.parametrize(
-    ("kind", "bits"), [("uniform", 4), ("uniform", 2), ("uniform", 8), ("planes", 3), ("sparse12", 7), ("codebook", 4)]
-)
+@pytest.mark.parametrize(("kind", "bits"), [("uniform", 4), ("uniform", 2), ("uniform", 8), ("planes", 3), *SOME[4:]])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norms_in_front(kind: str, bits: int, dtype: torch.dtype) -> None:
     """The bits of the norm as an op of its own, in the kernel (up to 4 tokens) or in front of it; views, ragged K."""

@@ -13,7 +13,7 @@ from octofuse.quant import scheme_named
 
 SCHEMES = (
     "w8a8-dynamic", "w8a8-static", "w8a16", "w4a16-g128", "w4a16-g32-zp", "w3a16-g128", "w2a16-g64", "w1a16",
-    "bcq-q3-g128", "bcq-q2-g128", "sparse12-w7",
+    "bcq-q3-g128", "bcq-q2-g128", "sparse12-w7", "nf4", "w8a16-fp8",
 )  # fmt: skip
 K, N, CHANNEL = 1024, 320, 37
 TOKENS = (1, 3, 40)  # each another kernel

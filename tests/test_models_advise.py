@@ -34,7 +34,7 @@ def config(kind: str = "llama") -> Any:
 
 @pytest.mark.parametrize("kind", ["llama", "opt", "phi3"])
 @pytest.mark.parametrize(
-    "scheme", ["float", "w8a8-dynamic", "w8a16", "w4a16-g32-zp", "bcq-q3-g32", "sparse12-w7-g32", "nf4"]
+    "scheme", ["float", "w8a8-dynamic", "w8a16", "w4a16-g32-zp", "bcq-q3-g32", "sparse12-w7-g32", "nf4", "w8a16-fp8"]
 )
 def test_sizes_are_those_of_models(kind: str, scheme: str) -> None:
     model = model_of(kind).half()

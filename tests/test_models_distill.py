@@ -22,7 +22,7 @@ def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 
 @pytest.mark.parametrize(
-    "name", ["w4a16", "w3a16-g32", "w2a16-g64-zp", "w1a16-g32", "bcq-q3-g32", "sparse12-w7-g64", "nf4"]
+    "name", ["w4a16", "w3a16-g32", "w2a16-g64-zp", "w1a16-g32", "bcq-q3-g32", "sparse12-w7-g64", "nf4", "w8a16-fp8"]
 )
 @pytest.mark.parametrize(("n", "k"), [(48, 128), (33, 100)])
 def test_a_trained_layer_starts_as_what_it_replaces(name: str, n: int, k: int) -> None:

@@ -32,6 +32,8 @@ NAMES = (
     "sparse12-w7-g64",
     "nf4",
     "fp4-g32",
+    "w8a16-fp8",
+    "w8a16-fp8-g32",
 )
 
 
@@ -95,7 +97,7 @@ def test_epilogues(device: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["w4a16-g32-zp", "w3a16", "bcq-q2-g64", "sparse12-w7", "nf4"])
+@pytest.mark.parametrize("name", ["w4a16-g32-zp", "w3a16", "bcq-q2-g64", "sparse12-w7", "nf4", "w8a16-fp8"])
 def test_int8_activations(device: str, name: str) -> None:
     """As the same numbers in floating point would be multiplied."""
     layer, _ = layer_of(name, 40, 96, torch.float32, device)
@@ -213,7 +215,7 @@ def test_models_quantise_save_load_and_generate(name: str, tmp_path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["w4a16-g64", "w3a16-g32-zp", "bcq-q3-g32", "sparse12-w7", "nf4"])
+@pytest.mark.parametrize("name", ["w4a16-g64", "w3a16-g32-zp", "bcq-q3-g32", "sparse12-w7", "nf4", "w8a16-fp8"])
 def test_generation_on_the_gpu(name: str) -> None:
     """Prefill and captured steps by the kernels: what the CPU computes in fp32, and what a prompt gives alone."""
     model = quantize_(small_gpt2(), name, progress=False).eval().requires_grad_(False)

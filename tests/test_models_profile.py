@@ -53,7 +53,7 @@ def test_a_lie_is_found() -> None:
     assert "write their weight wider before every product" in found.findings[0]
 
 
-@pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w4a16-g32", "nf4", "llm-int8", "bcq-q2-g32"])
+@pytest.mark.parametrize("scheme", ["w8a8-dynamic", "w4a16-g32", "nf4", "llm-int8", "bcq-q2-g32", "w8a16-fp8"])
 def test_the_truth_is_told(scheme: str) -> None:
     found = profile(quantize_(model_of("llama"), scheme, progress=False), IDS)
     if scheme != "llm-int8":  # composed of torch's ops on a CPU, with a copy

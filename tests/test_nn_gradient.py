@@ -15,7 +15,7 @@ from octofuse.nn import Int8Linear, WeightOnlyLinear, linear_layers, quantised_l
 from octofuse.quant import scheme_named
 from test_models_families import small
 
-SCHEMES = ("w8a16", "w4a16-g32-zp", "w4a16-g32", "w3a16-g64-half", "bcq-q3-g32", "sparse12-w7", "nf4")
+SCHEMES = ("w8a16", "w4a16-g32-zp", "w4a16-g32", "w3a16-g64-half", "bcq-q3-g32", "sparse12-w7", "nf4", "w8a16-fp8")
 
 
 def gradient(layer: nn.Module, x: Tensor, dy: Tensor) -> Tensor:

@@ -37,6 +37,42 @@ def test_nearest(name: str, group: int | None) -> None:
     assert torch.equal(w.abs().amax(), found.dequantized().abs().amax())  # a group's largest is a level
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("group", [None, 32])
+def test_nearest_of_e4m3(group: int | None, dtype: torch.dtype) -> None:
+    w = torch.randn(40, 200, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = codebook.encode(w, "e4m3", group)
+    assert found.codes.dtype == torch.uint8
+    assert not bool((found.codes & 0x7F == 0x7F).any()), "no NaN"
+    spread = found.scale.float().repeat_interleave(200 if group is None else group, 1)[:, :200]
+    table = torch.tensor(codebook.levels_named("e4m3")).nan_to_num(torch.inf)
+    best = (table * spread.unsqueeze(-1) - w.float().unsqueeze(-1)).abs().amin(-1)
+    own = (table[found.codes.int()] * spread - w.float()).abs()
+    torch.testing.assert_close(own, best, rtol=1e-5, atol=1e-7)
+    assert bool((found.codes & 0x7F == 0x7E).sum(-1).ge(1).all()), "a row's largest is 448 times its scale"
+
+
+def test_e4m3_is_torchs() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(16, 1)
+    want = codes.view(torch.float8_e4m3fn).float() / 64
+    got = codebook.dequantize(codes, torch.full((16, 1), 1 / 64), "e4m3", None)
+    assert torch.equal(got.nan_to_num(), want.nan_to_num())
+    real = codes[:, codes[0] & 0x7F != 0x7F]
+    packed = codebook.packed(real, "e4m3")
+    one_hot = torch.eye(real.shape[1])
+    y = octofuse.codebook_linear(one_hot, packed, torch.full((1, 16), 1 / 64), "e4m3", group=None)
+    assert torch.equal(y.t(), real.view(torch.float8_e4m3fn).float() / 64)
+
+
+def test_scales_that_e4m3_cannot_have() -> None:
+    big = torch.full((16, 64), 3e5)
+    with pytest.raises(ValueError, match="scale: expected less than 256 beside e4m3, got 669"):
+        codebook.encode(big, "e4m3", None)
+    codebook.check_scales("scale", torch.tensor([-255.9, 255.9]))
+    with pytest.raises(ValueError, match="scale: expected less than 256 beside e4m3, got 300"):
+        codebook.check_scales("scale", torch.tensor([-300.0, 1.0]))
+
+
 def test_nothing_but_zeros_and_no_numbers() -> None:
     assert torch.equal(codebook.encode(torch.zeros(2, 64), "nf4", 64).dequantized(), torch.zeros(2, 64))
     with pytest.raises(ValueError, match="weight: expected finite values, got NaN or Inf"):
@@ -73,7 +109,7 @@ def test_any_levels(levels: Any) -> None:
 @pytest.mark.parametrize(
     ("levels", "error", "message"),
     [
-        ("nf5", ValueError, "levels: expected 'nf4', 'fp4' or 16 numbers, got 'nf5'"),
+        ("nf5", ValueError, "levels: expected 'nf4', 'fp4', 'e4m3' or 16 numbers, got 'nf5'"),
         ([1.0] * 15, ValueError, "levels: expected 16 numbers, got 15"),
         ([1.0] * 15 + [float("nan")], ValueError, "levels: expected numbers from -65504 to 65504, got nan"),
         ([1.0] * 15 + [1e6], ValueError, "levels: expected numbers from -65504 to 65504, got 1000000"),

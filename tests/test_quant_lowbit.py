@@ -283,6 +283,8 @@ def test_one_of_two_columns(group: int | None, columns: int) -> None:
         "nf4",
         "nf4-g128",
         "fp4",
+        "w8a16-fp8",
+        "w8a16-fp8-g128",
     ],
 )
 def test_names(name: str) -> None:
@@ -303,6 +305,9 @@ def test_names(name: str) -> None:
         ("bcq-q0", "scheme: expected a name such as"),
         ("sparse12-w6", "scheme: expected a name such as"),
         ("nf4-g100", "group: expected None or one of 32, 64, 128, 256, got 100"),
+        ("w8a16-fp8-g100", "group: expected None or one of 32, 64, 128, 256, got 100"),
+        ("w4a16-fp8", "scheme: expected a name such as"),
+        ("w8a16-fp8-gptq", "scheme: expected a name such as"),
         ("w4a16-awk", "scheme: expected a name such as"),
     ],
 )

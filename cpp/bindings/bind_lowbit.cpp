@@ -32,6 +32,10 @@ LowbitFormat parse_kind(const std::string& kind, int bits) {
     if (bits != 4) refuse<ValueError>("bits", "4 beside a codebook", std::to_string(bits));
     return LowbitFormat::kCodebook;
   }
+  if (kind == "float8") {
+    if (bits != 8) refuse<ValueError>("bits", "8 of float8", std::to_string(bits));
+    return LowbitFormat::kFloat8;
+  }
   return kind == "sparse12" ? LowbitFormat::kSparse12 : LowbitFormat::kUniform;
 }
 

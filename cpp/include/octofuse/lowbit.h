@@ -9,12 +9,14 @@
 //   planes:   w = sum of scale[i] * (+1 where bit i of the code is set, else -1), 1 to 8 of them
 //   sparse12: of every two columns one, its value of 7 bits times scale
 //   codebook: w = scale * levels[code], codes of 4 bits; levels and scale are of x's type.
+//   float8:   w = scale * code, codes of 8 bits in e4m3, none of them NaN (0x7F, 0xFF); |scale| < 256.
 //
 // Up to 4 tokens (lowbit/gemv_int8.cu, lowbit/gemv_binary.cu): the 128 values of a token in a k-block share a power of
 // two, by which they become integers of 16 bits. Products of these run on int8 or binary tensor cores and are exact;
-// those of a codebook's levels, integers of 16 bits as well, but for 2^-16 of the largest. Sums over groups are in
-// fp32, in an order of K alone. More tokens (lowbit/gemm.cu): weights are rounded once, to x's type, and multiplied on
-// its tensor cores, with sums in fp32 in an order of N and K. So a token's bits do not depend on the other tokens.
+// those of a codebook's levels, integers of 16 bits as well, but for 2^-16 of the largest. Beside float8 the values
+// become fp16, and tensor cores add their products in fp32. Sums over groups are in fp32, in an order of K alone. More
+// tokens (lowbit/gemm.cu): weights are rounded once, to x's type, and multiplied on its tensor cores, with sums in fp32
+// in an order of N and K. So a token's bits do not depend on the other tokens.
 #pragma once
 
 #include <array>
@@ -26,7 +28,7 @@
 
 namespace octofuse {
 
-enum class LowbitFormat : int8_t { kUniform, kPlanes, kSparse12, kCodebook };
+enum class LowbitFormat : int8_t { kUniform, kPlanes, kSparse12, kCodebook, kFloat8 };
 
 using Levels = std::array<float, 16>;
 

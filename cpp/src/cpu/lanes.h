@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "cpu/dot.h"
+#include "cpu/floats.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -34,6 +35,14 @@ struct Lanes {
     const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), codes);
     const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), codes);
     return {_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)))};
+  }
+  // Eight numbers in e4m3: as fp16, whose exponents have another bias, they are 2^-8 of them, and subnormal ones pass
+  // whether or not the thread flushes such numbers.
+  static Lanes load_e4m3(const uint8_t* at) {
+    const __m128i bytes = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+    const __m128i sign = _mm_slli_epi16(_mm_srli_epi16(bytes, 7), 15);
+    const __m128i rest = _mm_srli_epi16(_mm_slli_epi16(bytes, 9), 2);
+    return {_mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(sign, rest)), _mm256_set1_ps(0x1p8F))};
   }
   void store(float* at) const { _mm256_storeu_ps(at, v); }
   Lanes operator-(Lanes other) const { return {_mm256_sub_ps(v, other.v)}; }
@@ -101,6 +110,11 @@ struct Lanes {
   static Lanes look_up_16(const float* table, const uint8_t* at) {
     float values[8];
     for (int i = 0; i < 8; ++i) values[i] = table[at[i]];
+    return load(values);
+  }
+  static Lanes load_e4m3(const uint8_t* at) {
+    float values[8];
+    for (int i = 0; i < 8; ++i) values[i] = float_of_e4m3(at[i]);
     return load(values);
   }
 };

@@ -1,7 +1,7 @@
 // Linears with weights of few bits, a row tile of 16 channels at a time. Codes are unpacked into the first-level cache
 // and become floats in registers, for one token, or in the cache, for more:
 //   uniform, sparse12: code - zero, exactly; a group's sum is multiplied by its scale
-//   codebook: the level, likewise
+//   codebook, float8: the level, or the number, likewise
 //   planes: a table of the sums of up to three planes' scales, which a code's bits look up
 // A token's sums run along K in one order, whatever the other tokens are.
 #pragma once
@@ -76,12 +76,16 @@ inline void load_group(const LowbitArgs& args, int64_t group, int64_t n0, Group&
 }
 
 constexpr int kOfCodebook = -1;
+constexpr int kOfFloat8 = -2;
 
-// Eight weights of row r; kPlaneTables of planes, or 0 for codes on a grid and kOfCodebook, whose scale comes later.
+// Eight weights of row r; kPlaneTables of planes. Those of codes on a grid (0), of a codebook and of float8 get their
+// scale later.
 template <int kPlaneTables>
 inline Lanes weights(const Group& group, int r, const uint8_t* codes) {
   if constexpr (kPlaneTables == kOfCodebook) {
     return Lanes::look_up_16(group.levels, codes);
+  } else if constexpr (kPlaneTables == kOfFloat8) {
+    return Lanes::load_e4m3(codes);
   } else if constexpr (kPlaneTables == 0) {
     return Lanes::load_bytes(codes) - Lanes::all(group.zero[r]);
   } else {
@@ -210,11 +214,14 @@ inline void lowbit_by(const LowbitArgs& args, const float* x, int64_t ldx, int64
 
 inline int plane_tables(const LowbitArgs& args) {
   if (args.format == LowbitFormat::kCodebook) return kOfCodebook;
+  if (args.format == LowbitFormat::kFloat8) return kOfFloat8;
   return args.format == LowbitFormat::kPlanes ? (args.bits + 2) / 3 : 0;
 }
 
 inline void lowbit_tile(const LowbitArgs& args, const float* x, int64_t ldx, int64_t m0, int64_t m1, int64_t tile) {
   switch (plane_tables(args)) {
+    case kOfFloat8:
+      return lowbit_by<kOfFloat8>(args, x, ldx, m0, m1, tile);
     case kOfCodebook:
       return lowbit_by<kOfCodebook>(args, x, ldx, m0, m1, tile);
     case 0:

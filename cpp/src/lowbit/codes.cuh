@@ -40,6 +40,7 @@ struct Codes {
   static constexpr bool kPlanes = kFormat == LowbitFormat::kPlanes;
   static constexpr bool kSparse = kFormat == LowbitFormat::kSparse12;
   static constexpr bool kCodebook = kFormat == LowbitFormat::kCodebook;
+  static constexpr bool kFloat8 = kFormat == LowbitFormat::kFloat8;
   static constexpr int kWidth = width_of(kFormat, kBits);  // bits that a column takes in a tile (of a plane)
   static constexpr int kCount = planes_of(kFormat, kBits);
   static constexpr int kWords = 2 * kWidth;    // of a lane and plane
@@ -124,6 +125,37 @@ __device__ inline void codes_of_step(const uint32_t (&words)[Codes<kFormat, kBit
   }
 }
 
+// ---- float8 ----
+
+// Numbers in e4m3, one in each byte, as fp16 or bf16: those of bytes 0 and 2, or of bytes 1 and 3. The bits stay and
+// exponents are read with another bias, so that values are 2^-kFloat8Shift of what they should be, exactly: also those
+// that are subnormal in either format.
+template <DType kType>
+constexpr int kFloat8Shift = kType == DType::kFloat16 ? 8 : 120;
+
+template <DType kType>
+__device__ inline uint32_t float8_pair(uint32_t codes, int byte) {
+  constexpr uint32_t kSigns = 0x80008000U;
+  constexpr bool kIsHalf = kType == DType::kFloat16;
+  constexpr int kDown = kIsHalf ? 1 : 4;  // from below a byte's sign to the exponent's end and the mantissa
+  constexpr uint32_t kRest = kIsHalf ? 0x3F803F80U : 0x07F007F0U;
+  const uint32_t rest = byte == 0 ? codes << (8 - kDown) : codes >> kDown;
+  return ((byte == 0 ? codes << 8 : codes) & kSigns) | (rest & kRest);
+}
+
+// Those of the two low bytes, as fp16.
+__device__ inline uint32_t halves_of_e4m3(uint32_t codes) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
+  return halves;
+#else
+  const uint32_t apart = float8_pair<DType::kFloat16>(__byte_perm(codes, 0, 0x1404), 1);
+  const __half2 halves = __hmul2(reinterpret_cast<const __half2&>(apart), __float2half2_rn(0x1p8F));
+  return reinterpret_cast<const uint32_t&>(halves);
+#endif
+}
+
 // ---- codebooks ----
 
 // The levels of both codes of every byte, in shared memory: high and low byte of the first one, then of the second.
@@ -197,9 +229,9 @@ __device__ inline uint16_t half_bits(float value, DType type) {
 
 // What a scale is multiplied by beside the token's power of two (see above).
 template <LowbitFormat kFormat>
-constexpr float kFactor = kFormat == LowbitFormat::kPlanes     ? 1.0F
-                          : kFormat == LowbitFormat::kCodebook ? 256.0F
-                                                               : 0.5F;
+constexpr float kFactor = kFormat == LowbitFormat::kCodebook                                     ? 256.0F
+                          : kFormat == LowbitFormat::kPlanes || kFormat == LowbitFormat::kFloat8 ? 1.0F
+                                                                                                 : 0.5F;
 
 // Adds a segment's products of one plane, of channels lane / 4 and lane / 4 + 8 and one token, times their scales, and
 // clears them.
@@ -217,6 +249,16 @@ __device__ inline void add_products(int32_t (&c)[4], const float (&scale)[2], co
     y[row] = __fmaf_rn(static_cast<float>(total), scale[row], y[row]);
     c[row * 2] = c[row * 2 + 1] = 0;
   }
+}
+
+// The same of products in floating point, whose odd columns are unused.
+template <LowbitFormat kFormat>
+__device__ inline void add_products(float (&c)[4], const float (&scale)[2], const int (& /*twice_zero*/)[2],
+                                    int /*sum*/, float (&y)[2]) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) y[row] = __fmaf_rn(c[row * 2], scale[row], y[row]);
+#pragma unroll
+  for (float& sum : c) sum = 0.0F;
 }
 
 }  // namespace octofuse::lowbit

@@ -24,6 +24,10 @@ template <LowbitFormat kFormat>
 __device__ inline float unscaled(const uint32_t (&a)[4], int row, int column, float zero, float level) {
   const uint32_t byte = a[row + column / 4 * 2] >> (column % 2 * 16 + column / 2 % 2 * 8) & 0xFFU;
   if constexpr (kFormat == LowbitFormat::kSparse12) return static_cast<float>(static_cast<int8_t>(byte) / 2);
+  if constexpr (kFormat == LowbitFormat::kFloat8) {
+    constexpr float kUnit = 1U << kFloat8Shift<DType::kFloat16>;
+    return half_of(static_cast<uint16_t>(float8_pair<DType::kFloat16>(byte, 0)), DType::kFloat16) * kUnit;
+  }
   // Lane i of 16 has level i.
   if constexpr (kFormat == LowbitFormat::kCodebook) return __shfl_sync(kFullWarp, level, static_cast<int>(byte));
   return static_cast<float>(byte) - zero;

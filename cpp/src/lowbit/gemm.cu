@@ -236,7 +236,7 @@ GemmKernel kernel_of() {
 // Which widths have all kinds of blocks. The others do without the largest ones, to keep the library small.
 constexpr bool has_every_block(LowbitFormat format, int bits) {
   const bool common = bits == 8 || (bits >= 2 && bits <= 4);
-  return format == LowbitFormat::kPlanes || format == LowbitFormat::kCodebook ||
+  return format == LowbitFormat::kPlanes || format == LowbitFormat::kCodebook || format == LowbitFormat::kFloat8 ||
          (format == LowbitFormat::kUniform && common);
 }
 

@@ -1,8 +1,7 @@
 // What the kernels for up to 4 tokens share. A block has 16 warps, each of which takes a K slice: it streams its codes
 // through a ring of its own in shared memory and multiplies them there, with no other warp to wait for. The tokens lie
-// beside the rings; they are loaded, normalised if asked, and converted to integers once, while the first codes are on
-// their way. At the end of a unit of row tiles the warps' sums meet in shared memory, and each thread finishes one
-// output.
+// beside the rings; they are loaded, normalised if asked, and converted once, while the first codes are on their way.
+// At the end of a unit of row tiles the warps' sums meet in shared memory, and each thread finishes one output.
 #pragma once
 
 #include <algorithm>
@@ -131,8 +130,8 @@ __device__ inline void wait_for_stages(int stages) {
   }
 }
 
-// The tokens on their way from memory to the integers that products read in shared memory. A warp has every sixteenth
-// share, all of one token.
+// The tokens on their way from memory to what products read in shared memory: integers, beside float8 halves. A warp
+// has every sixteenth share, all of one token.
 template <class Traits, class Operand>
 class Tokens {
   static constexpr int kAhead = Traits::kShares;  // requested at once
@@ -167,10 +166,10 @@ class Tokens {
     for (int i = 0; i < shares_; ++i) {
       if (i % kAhead == 0 && i != loaded_) load_from(i);
       const int group = group_of(i);
-      Integers integers[2];
+      typename Operand::Values values[2];
       if (args_.rows.is_int8) {
-        integers[0] = Operand::of_int8(share_[0].bytes(0));
-        integers[1] = Operand::of_int8(share_[0].bytes(1));
+        values[0] = Operand::of_int8(share_[0].bytes(0));
+        values[1] = Operand::of_int8(share_[0].bytes(1));
       } else {
         float v[2][4];
         if constexpr (Traits::kNorm) {
@@ -178,9 +177,9 @@ class Tokens {
         } else {
           share_[0].widen(args_.rows.type, v);
         }
-        Integers::make(v, integers);
+        Operand::Values::make(v, values);
       }
-      store(integers, group, factor);
+      store(values, group, factor);
 #pragma unroll
       for (int j = 0; j + 1 < kAhead; ++j) share_[j] = share_[j + 1];
     }
@@ -239,7 +238,7 @@ class Tokens {
     __syncthreads();
   }
 
-  __device__ void store(const Integers (&of)[2], int group, float factor) const {
+  __device__ void store(const typename Operand::Values (&of)[2], int group, float factor) const {
     const bool has_second = 2 * group + 1 < args_.w.k_blocks;
     char* const first = memory_ + ((2 * group << log_tokens_) + token_) * 2 * kBlockK;
     Operand::store(of, {first, has_second ? first + (2 * kBlockK << log_tokens_) : nullptr}, columns_);

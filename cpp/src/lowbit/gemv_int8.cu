@@ -1,5 +1,5 @@
-// Up to 4 tokens against low-bit weights at the speed of their bytes, in products of int8: one block an SM, which works
-// through units of one or two row tiles.
+// Up to 4 tokens against low-bit weights at the speed of their bytes, in products of int8 (of float8 weights: of fp16):
+// one block an SM, which works through units of one or two row tiles.
 #include "device/mma.cuh"
 #include "lowbit/gemv.cuh"
 #include "lowbit/kernels.h"
@@ -29,7 +29,9 @@ struct Traits {
   static constexpr int kTableBytes = level_table_bytes(kFormat, kCompact);
   using Table = LevelTable<kCompact>;
   static constexpr int kZerosAt = level_zeros_at(kCompact);
-  using Operand = std::conditional_t<Code::kCodebook, CodebookOperand, Int8Operand>;
+  using Operand =
+      std::conditional_t<Code::kCodebook, CodebookOperand, std::conditional_t<Code::kFloat8, HalfOperand, Int8Operand>>;
+  using Sum = typename Operand::Sum;
 };
 
 // Adds the products of a step's 32 columns; `words`: this lane's codes of each row tile.
@@ -63,6 +65,33 @@ __device__ void multiply_step(const CodebookOperand::Reader& x, const typename T
   }
 }
 
+template <class Traits>
+__device__ void multiply_step(const HalfOperand::Reader& x, const typename Traits::Table& /*table*/, int step,
+                              const uint32_t (&words)[Traits::kRowTiles][Traits::Code::kWords],
+                              float (&acc)[Traits::kRowTiles * 2][4]) {
+#pragma unroll
+  for (int tile = 0; tile < Traits::kRowTiles; ++tile) {
+    uint32_t codes[4];
+    codes_of_step<Traits::kFormat, Traits::Code::kWidth>(words[tile], step, codes);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t a[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = halves_of_e4m3(codes[half * 2 + i % 2] >> (i / 2 * 16));
+      mma_half<__half>(a, x.of(step, half, 0), x.of(step, half, 1), acc[tile * 2 + half]);
+    }
+  }
+}
+
+// Adds the second sums to the first and clears them.
+__device__ inline void join_sums(float (&first)[4], float (&second)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    first[i] = __fadd_rn(first[i], second[i]);
+    second[i] = 0.0F;
+  }
+}
+
 // The products of a k-block. x: this lane's columns of its token; scales_and_sums: of its token, one for each segment.
 template <class Traits>
 __device__ void multiply(const Weight& w, typename Traits::Operand::Reader& x, const typename Traits::Table& table,
@@ -81,7 +110,7 @@ __device__ void multiply(const Weight& w, typename Traits::Operand::Reader& x, c
     for (int tile = 0; tile < kRowTiles; ++tile) {
       read_words<Code::kWidth>(stage + (tile * Code::kCount + plane) * Code::kBytes, lane, words[tile]);
     }
-    int32_t acc[kRowTiles][4] = {};
+    typename Traits::Sum acc[kRowTiles * Traits::Operand::kSums][4] = {};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       multiply_step<Traits>(x, table, step, words, acc);
@@ -94,7 +123,8 @@ __device__ void multiply(const Weight& w, typename Traits::Operand::Reader& x, c
         int twice_zero[2];
         read_scales<Stage>(w.type, stage, segment, plane, tile, lane, scale);
         read_zeros<Stage>(w, stage, segment, tile, lane, twice_zero);
-        add_products<Traits::kFormat>(acc[tile], scale, twice_zero, sum, of_block[tile]);
+        if constexpr (Traits::Operand::kSums == 2) join_sums(acc[tile * 2], acc[tile * 2 + 1]);
+        add_products<Traits::kFormat>(acc[tile * Traits::Operand::kSums], scale, twice_zero, sum, of_block[tile]);
       }
     }
   }
@@ -253,6 +283,7 @@ GemvKernel kernel_for(const LowbitArgs& given, const GemvArgs& args) {
   if (given.format == LowbitFormat::kUniform) return with_bits<LowbitFormat::kUniform, 8>(given.bits, args);
   if (given.format == LowbitFormat::kPlanes) return with_bits<LowbitFormat::kPlanes, 8>(given.bits, args);
   if (given.format == LowbitFormat::kCodebook) return with_groups<LowbitFormat::kCodebook, 4>(args);
+  if (given.format == LowbitFormat::kFloat8) return with_groups<LowbitFormat::kFloat8, 8>(args);
   return with_groups<LowbitFormat::kSparse12, 8>(args);
 }
 

@@ -79,12 +79,13 @@ struct Int8GemvShape {
 // not aligned: one kernel has to do.
 constexpr Int8GemvShape int8_gemv_shape(LowbitFormat format, int bits, int segments, bool wide) {
   const bool is_uniform = format == LowbitFormat::kUniform;
-  const bool several = (is_uniform && (bits == 4 || bits == 8)) || format == LowbitFormat::kCodebook;
+  const bool is_float = format == LowbitFormat::kFloat8;
+  const bool several = (is_uniform && (bits == 4 || bits == 8)) || format == LowbitFormat::kCodebook || is_float;
   const bool one = format == LowbitFormat::kSparse12 || bits != 7;
   if (!wide || (segments > 1 && !several) || (segments == 1 && !one)) return {0, 1, false};
   const int tile = 256 * width_of(format, bits) * planes_of(format, bits);
   if (tile < 1024 || (tile == 1024 && segments == 4)) return {segments, 2, false};
-  return {segments, 1, tile == 1024 || (is_uniform && bits == 8 && segments < 4)};
+  return {segments, 1, tile == 1024 || (bits == 8 && (is_uniform || is_float) && segments < 4)};
 }
 
 // Codes that gemv_binary.cu takes, and its kernel for them. blocks_of_stage: k-blocks that a stage of its rings holds.

@@ -19,6 +19,7 @@ void with_format(const LowbitArgs& args, F f) {
   if (args.format == LowbitFormat::kPlanes) return f(Format<LowbitFormat::kPlanes, 0>());
   if (args.format == LowbitFormat::kSparse12) return f(Format<LowbitFormat::kSparse12, 0>());
   if (args.format == LowbitFormat::kCodebook) return f(Format<LowbitFormat::kCodebook, 4>());
+  if (args.format == LowbitFormat::kFloat8) return f(Format<LowbitFormat::kFloat8, 8>());
   if (args.bits == kBits) return f(Format<LowbitFormat::kUniform, kBits>());
   if constexpr (kBits > 1) with_format<kBits - 1>(args, f);
 }

@@ -1,6 +1,6 @@
-// How a warp converts a token's 128 values of a k-block to integers of 16 bits, and how these lie in shared memory as
-// both gemv kernels want them: as bytes for products of int8 (gemv_int8.cu), or as bits for binary ones
-// (gemv_binary.cu).
+// How a warp converts a token's 128 values of a k-block to integers of 16 bits, or to fp16, and how these lie in shared
+// memory as the gemv kernels want them: as bytes for products of int8 or as fp16 (gemv_int8.cu), or as bits for binary
+// ones (gemv_binary.cu).
 #pragma once
 
 #include "device/ptx.cuh"
@@ -21,6 +21,40 @@ struct Columns {
   __device__ explicit Columns(int lane) : t(lane % 4), step(lane / 4 % 4), half(lane / 16) {}
 };
 
+// The bits of the largest magnitude among a warp's values of each k-block; as integers they keep their order, and NaN
+// is above all.
+template <int kItems>
+__device__ inline void largest_of(const float (&v)[kItems][4], uint32_t (&largest)[kItems]) {
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    float most = 0.0F;
+#pragma unroll
+    for (const float value : v[i]) asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(fabsf(value)));
+    largest[i] = __float_as_uint(most);
+  }
+#pragma unroll
+  for (uint32_t& value : largest) value = __reduce_max_sync(kFullWarp, value);
+}
+
+// The power of two that makes the largest of some values less than 2^15: it is below 2^(exponent - 126), and this is
+// 2^(141 - exponent).
+struct PowerOfTwo {
+  bool finite;
+  uint32_t bits, inverse_bits;
+
+  __device__ explicit PowerOfTwo(uint32_t largest) : finite(largest < 0x7F800000U) {
+    const uint32_t exponent = finite ? max(largest >> 23, 16U) : 16U;
+    bits = (268U - exponent) << 23;
+    inverse_bits = (exponent - 14U) << 23;
+  }
+  __device__ void halve() {
+    bits -= 1U << 23;
+    inverse_bits += 1U << 23;
+  }
+  // By which results are to be multiplied; NaN if one of the values is NaN or infinite.
+  __device__ float inverse() const { return finite ? __uint_as_float(inverse_bits) : __int_as_float(0x7FC00000); }
+};
+
 // A lane's four values of a k-block as integers, 256 * high + low.
 struct Integers {
   uint32_t high, low;  // a byte each
@@ -31,15 +65,7 @@ struct Integers {
   template <int kItems>
   __device__ static void make(const float (&v)[kItems][4], Integers (&of)[kItems]) {
     uint32_t largest[kItems];
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      float most = 0.0F;
-#pragma unroll
-      for (const float value : v[i]) asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(fabsf(value)));
-      largest[i] = __float_as_uint(most);  // as integers they keep their order, and NaN is above all
-    }
-#pragma unroll
-    for (uint32_t& value : largest) value = __reduce_max_sync(kFullWarp, value);
+    largest_of(v, largest);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) of[i] = Integers(v[i], largest[i]);
   }
@@ -52,28 +78,21 @@ struct Integers {
 
  private:
   __device__ Integers(const float (&v)[4], uint32_t largest) {
-    // The largest value is below 2^(exponent - 126), so 2^(141 - exponent) makes it less than 2^15. In one case of 128
-    // that is more than kMostToken, and the next smaller power is taken.
-    const bool finite = largest < 0x7F800000U;
-    const uint32_t exponent = finite ? max(largest >> 23, 16U) : 16U;
-    uint32_t power = (268U - exponent) << 23;
-    uint32_t inverse = (exponent - 14U) << 23;
-    if (__uint_as_float(largest) * __uint_as_float(power) > static_cast<float>(kMostToken)) {
-      power -= 1U << 23;
-      inverse += 1U << 23;
-    }
-    scale = finite ? __uint_as_float(inverse) : __int_as_float(0x7FC00000);
+    // In one case of 128 the largest becomes more than kMostToken, and the next smaller power is taken.
+    PowerOfTwo power(largest);
+    if (__uint_as_float(largest) * __uint_as_float(power.bits) > static_cast<float>(kMostToken)) power.halve();
+    scale = power.inverse();
     // Added to a product it leaves the integer, rounded, in the low bits of the sum. The 128 beside it make the second
     // byte the high one although low bytes are signed.
     constexpr float kMagic = 12582912.0F + 128.0F;
     uint32_t raw[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) raw[j] = __float_as_uint(__fmaf_rn(v[j], __uint_as_float(power), kMagic));
+    for (int j = 0; j < 4; ++j) raw[j] = __float_as_uint(__fmaf_rn(v[j], __uint_as_float(power.bits), kMagic));
     const uint32_t first = __byte_perm(raw[0], raw[1], 0x5140);  // low, low, high, high
     const uint32_t second = __byte_perm(raw[2], raw[3], 0x5140);
     low = __byte_perm(first, second, 0x5410) ^ 0x80808080U;
     high = __byte_perm(first, second, 0x7632);
-    if (!finite) low = high = 0;
+    if (!power.finite) low = high = 0;
     sum = 256 * __dp4a(static_cast<int>(high), 0x01010101, 0) + __dp4a(static_cast<int>(low), 0x01010101, 0);
   }
 };
@@ -87,6 +106,9 @@ __device__ inline uint32_t word_of(const uint4& words, int i) {
 // A token's k-block in 256 bytes, as a quad's lanes read it, 16 bytes for two steps: the high bytes of steps 0 and 1,
 // then their low bytes, then those of steps 2 and 3.
 struct Int8Operand {
+  using Values = Integers;
+  using Sum = int32_t;
+  static constexpr int kSums = 1;  // beside each other
   static constexpr int kLow = 64;
   static constexpr int kHalf = 128;  // of the steps
 
@@ -170,6 +192,83 @@ struct CodebookOperand : Int8Operand {
   }
 };
 
+// ---- fp16 ----
+
+// A lane's four values of a k-block in fp16, times a power of two that keeps the largest of the 128 below 2^15. So bf16
+// values keep all their bits, but those below 2^-29 of the largest.
+struct Halves {
+  uint32_t first, second;  // of 16 columns 2 t and 2 t + 8, then those behind them: codes lie so
+  float scale;
+  static constexpr int sum = 0;  // as of Integers; no product needs it
+
+  template <int kItems>
+  __device__ static void make(const float (&v)[kItems][4], Halves (&of)[kItems]) {
+    uint32_t largest[kItems];
+    largest_of(v, largest);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const PowerOfTwo power(largest[i]);
+      of[i] = Halves(v[i], __uint_as_float(power.bits));
+      of[i].scale = power.inverse();
+    }
+  }
+
+  Halves() = default;
+
+  __device__ explicit Halves(uint32_t bytes) : scale(1.0F) {
+    float v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = static_cast<int8_t>(bytes >> 8 * i & 0xFFU);
+    join(v, 1.0F);
+  }
+
+ private:
+  __device__ Halves(const float (&v)[4], float power) { join(v, power); }
+
+  __device__ void join(const float (&v)[4], float power) {
+    const __half2 a = __floats2half2_rn(v[0] * power, v[1] * power);
+    const __half2 b = __floats2half2_rn(v[2] * power, v[3] * power);
+    first = *reinterpret_cast<const uint32_t*>(&a);
+    second = *reinterpret_cast<const uint32_t*>(&b);
+  }
+};
+
+// A token's k-block in 256 bytes: of each step, of each lane of a quad, its columns of both halves of the step. The odd
+// ones of a product's columns read what the even ones do, and nobody their sums.
+struct HalfOperand {
+  using Values = Halves;
+  using Sum = float;
+  static constexpr int kSums = 2;  // of each half of a step one: products that wait for fewer others
+
+  struct Reader {
+    const char* at;
+    int to_next;  // bytes to the next k-block of this warp
+    uint4 columns[kSteps];
+
+    __device__ Reader(const char* token, const char* /*zeros*/, bool /*is_low*/, int to_next)
+        : at(token), to_next(to_next) {}
+    __device__ void load() {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) columns[i] = *reinterpret_cast<const uint4*>(at + i * 64);
+    }
+    // The second operand of a product of 16 columns: register i of half a step.
+    __device__ uint32_t of(int step, int half, int i) const { return word_of(columns[step], half * 2 + i); }
+    __device__ void advance() { at += to_next; }
+  };
+
+  __device__ static Halves of_int8(uint32_t bytes) { return Halves(bytes); }
+
+  // to: as above.
+  template <int kItems>
+  __device__ static void store(const Halves (&of)[kItems], char* const (&to)[kItems], const Columns& at) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (to[i] == nullptr) break;
+      *reinterpret_cast<uint2*>(to[i] + at.step * 64 + at.t * 16 + at.half * 8) = make_uint2(of[i].first, of[i].second);
+    }
+  }
+};
+
 // ---- bits ----
 
 // Bit i of a token's 128 integers is a column of a binary product: lane 4 * g + t has bits g, then bits 8 + g, of the
@@ -192,6 +291,8 @@ class BinaryOperand {
   }
 
  public:
+  using Values = Integers;
+
   __device__ static Integers of_int8(uint32_t bytes) { return Integers(bytes); }
 
   // Of the 8 bits of its bytes lane (step, half) ends up with bit 2 * step + half of all lanes' bytes: bit i of the

@@ -185,8 +185,37 @@ class CodebookDequantizer {
   __device__ void weights(int /*channel*/, uint32_t /*codes*/, uint32_t& /*even*/, uint32_t& /*odd*/) const {}
 };
 
+// ---- float8 ----
+
+// A number in e4m3 times its scale, rounded: what float8_pair() left out of the number is in the scale's exponent.
+template <DType kType>
+class Float8Dequantizer {
+  uint32_t scale_[2];
+
+ public:
+  static constexpr uint32_t kBase = 0;
+  static constexpr bool kNibbles = false;
+
+  __device__ Float8Dequantizer(uint32_t /*base*/, int /*twice_zero*/, const char* /*table*/) {}
+
+  __device__ void set_scale(int channel, uint16_t scale) {
+    constexpr float kUnit = kType == DType::kFloat16 ? 0x1p8F : 0x1p120F;
+    scale_[channel] = multiply_pairs<kType>(twice(scale), pair_of<kType>(kUnit));
+  }
+  __device__ void set_zero(int /*channel*/, uint8_t /*zero*/) {}
+
+  __device__ void weights(int channel, uint32_t codes, uint32_t& even, uint32_t& odd) const {
+    even = multiply_pairs<kType>(float8_pair<kType>(codes, 0), scale_[channel]);
+    odd = multiply_pairs<kType>(float8_pair<kType>(codes, 1), scale_[channel]);
+  }
+
+  __device__ void of_nibbles(uint32_t /*word*/, uint32_t* /*a*/) const {}
+};
+
 template <class Code, DType kType>
-using Dequantizer = std::conditional_t<Code::kCodebook, CodebookDequantizer<kType>, GridDequantizer<Code, kType>>;
+using Dequantizer =
+    std::conditional_t<Code::kCodebook, CodebookDequantizer<kType>,
+                       std::conditional_t<Code::kFloat8, Float8Dequantizer<kType>, GridDequantizer<Code, kType>>>;
 
 // ---- planes ----
 

@@ -23,7 +23,7 @@ from octofuse.files.formats import FLOATS, Format, Stored, Want, checked_scales
 from octofuse.nn import CodebookLinear, eight_bit_class, empty_layer
 from octofuse.quant import Scheme, WeightOnly, codebook
 from octofuse.quant.affine import OUTLIERS
-from octofuse.quant.packing import pack, row_parts
+from octofuse.quant.packing import row_parts
 
 # What follows "weight" in a file's names, with a dot between; here with an underscore, for no module has a tensor
 # "weight.absmax".
@@ -64,7 +64,7 @@ class _FourBits(Stored):
         with torch.device("meta"):
             layer = empty_layer(k, n, bias=False, scheme=scheme, dtype=dtype)
         assert isinstance(layer, CodebookLinear)
-        layer.packed = torch.cat([pack(part, codebook.BITS, codebook=True) for part in row_parts(codes)])
+        layer.packed = torch.cat([codebook.packed(part, self.code) for part in row_parts(codes)])
         scale = _magnitudes(tensors, state, n * k // group)  # one that was quantised once more may be a little below 0
         layer.scale = scale.view(n, k // group).to(dtype).t().contiguous()
         for values, got in ((scale, "NaN or Inf"), (layer.scale, "larger ones; ask for another dtype")):

@@ -1,4 +1,4 @@
-"""compressed-tensors: 8-bit weights with 8-bit activations (int8 and FP8), and weights of 2 to 8 bits.
+"""compressed-tensors: 8-bit weights with 8-bit activations (int8 and FP8), and weights of 2 to 8 bits or in FP8.
 
 Its groups name the linears that they are for, by class or by a regular expression behind "re:", less those of `ignore`.
 "int-quantized", "float-quantized" and "naive-quantized" store 8-bit weights; "pack-quantized" packs codes, offset by
@@ -22,8 +22,10 @@ from octofuse.files.formats import (
     Stored,
     Want,
     checked_scales,
+    float8_layer,
     is_one_of,
     order_of,
+    scale_shapes,
     weight_only_layer,
 )
 from octofuse.files.patterns import compiled
@@ -83,6 +85,28 @@ class _WeightOnly(Stored):
         order = order_of(tensors["weight_g_idx"], self.group or k) if self.ordered else None
         codes = codes if order is None else codes[:, order]
         return weight_only_layer(codes, scale, zero, self.bits, self.group, dtype, order)
+
+
+@dataclass(frozen=True)
+class _Float8Weights(Stored):
+    """Beside activations in floating point; strategy: "tensor", "channel", "group" or "block"."""
+
+    strategy: str
+    group: int = 0  # columns that share a scale, 0: a row
+
+    def wants(self, n: int, k: int) -> dict[str, Want]:
+        if self.strategy == "group" and k % self.group != 0:
+            raise ValueError(f"group_size: expected one that divides K = {k}, got {self.group}")
+        scales = ((n, k // self.group),) if self.strategy == "group" else scale_shapes(self.strategy, n, k)
+        return {"weight": Want((torch.float8_e4m3fn,), ((n, k),)), "weight_scale": Want(FLOATS, scales)}
+
+    def layer(self, tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> nn.Module:
+        scale = checked_scales("weight_scale", tensors["weight_scale"])
+        if self.strategy == "block":
+            scale = scale.repeat_interleave(BLOCK, 0)[:n]
+        elif self.strategy != "group":
+            scale = scale.reshape(-1, 1).expand(n, 1)
+        return float8_layer(tensors["weight"], scale, self.group or None, dtype)
 
 
 class CompressedTensors(Format):
@@ -152,7 +176,7 @@ def _stored_of(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -
     expect("output_activations", group.get("output_activations"), None)
     expect("weights.type", weights.get("type", "int"), "int", "float")
     if weights.get("type") == "float":
-        return _float8_of(expect, form, weights, activations)
+        return _float8_of(name, expect, form, weights, activations)
     expect("format", form, PACKED, *UNPACKED)
     bits = weights.get("num_bits", 8)
     expect("weights.num_bits", bits, *range(2, 9))
@@ -165,9 +189,7 @@ def _stored_of(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -
         if activations is not None:
             _expect_int8_activations(expect, activations)
             expect("input_activations.dynamic", activations.get("dynamic"), True)
-        size = weights.get("group_size") if strategy == "group" else None
-        if strategy == "group" and (type(size) is not int or size < 1):
-            raise ValueError(f"config_groups.{name}.weights.group_size: expected at least 1, got {size!r}")
+        size = _group_size(name, weights) if strategy == "group" else None
         return _WeightOnly(bits, size, symmetric, form == PACKED, actorder in ("group", "dynamic"))
     expect("format", form, *UNPACKED)
     expect("weights.symmetric", symmetric, True)
@@ -178,19 +200,21 @@ def _stored_of(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -
     return EightBits(Scheme(strategy, "tensor" if static else "token"))  # type: ignore[arg-type]
 
 
-def _float8_of(expect: Any, form: Any, weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -> Stored:
+def _float8_of(
+    name: str, expect: Any, form: Any, weights: Mapping[str, Any], activations: Mapping[str, Any] | None
+) -> Stored:
     expect("format", form, *FLOAT8)
     expect("weights.num_bits", weights.get("num_bits", 8), 8)
     expect("weights.symmetric", weights.get("symmetric", True), True)
     strategy = weights.get("strategy") or "tensor"
+    if activations is None:
+        return _float8_weights_of(name, expect, strategy, weights)
     expect("weights.strategy", strategy, "channel", "tensor", "block")
-    activations = activations or {}  # FP8 weights alone are not served
     expect("input_activations.type", activations.get("type"), "float")
     expect("input_activations.num_bits", activations.get("num_bits", 8), 8)
     expect("input_activations.symmetric", activations.get("symmetric", True), True)
     if strategy == "block":
-        shape = weights.get("block_structure")
-        expect("weights.block_structure", list(shape) if isinstance(shape, tuple) else shape, [BLOCK, BLOCK])
+        _expect_blocks(expect, weights)
         expect("input_activations.strategy", activations.get("strategy"), "group")
         expect("input_activations.group_size", activations.get("group_size"), BLOCK)
         expect("input_activations.dynamic", activations.get("dynamic"), True)
@@ -198,6 +222,27 @@ def _float8_of(expect: Any, form: Any, weights: Mapping[str, Any], activations: 
     static = not activations.get("dynamic", False)
     expect("input_activations.strategy", activations.get("strategy"), *(("tensor", None) if static else ("token",)))
     return EightBits(Scheme(strategy, "tensor" if static else "token", values="float8"))  # type: ignore[arg-type]
+
+
+def _float8_weights_of(name: str, expect: Any, strategy: Any, weights: Mapping[str, Any]) -> Stored:
+    expect("weights.strategy", strategy, "channel", "tensor", "group", "block")
+    expect("weights.actorder", weights.get("actorder"), None, "weight", "static", False)
+    if strategy == "block":
+        _expect_blocks(expect, weights)
+        return _Float8Weights(strategy, BLOCK)
+    return _Float8Weights(strategy, _group_size(name, weights) if strategy == "group" else 0)
+
+
+def _group_size(name: str, weights: Mapping[str, Any]) -> int:
+    size = weights.get("group_size")
+    if type(size) is not int or size < 1:
+        raise ValueError(f"config_groups.{name}.weights.group_size: expected at least 1, got {size!r}")
+    return size
+
+
+def _expect_blocks(expect: Any, weights: Mapping[str, Any]) -> None:
+    shape = weights.get("block_structure")
+    expect("weights.block_structure", list(shape) if isinstance(shape, tuple) else shape, [BLOCK, BLOCK])
 
 
 def _expect_int8_activations(expect: Any, activations: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from octofuse.files.words import pack_words
 from octofuse.nn import EightBitLinear
 from octofuse.quant import AnyScheme, Scheme
 from octofuse.quant.affine import BLOCK
+from octofuse.quant.codebook import E4M3
 from octofuse.quant.packing import unpack
 
 _INT8: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -27,7 +28,7 @@ def check_scheme(name: str, scheme: AnyScheme) -> None:
             raise ValueError(f"{name}: expected a scheme that compressed-tensors knows, got {scheme.name}")
         return
     is_grid = scheme.code == "grid" and scheme.bits > 1
-    if not is_grid or scheme.half_zero:
+    if (not is_grid or scheme.half_zero) and scheme.code != E4M3:
         hint = "; its zero lies between two codes" if is_grid else ""
         raise ValueError(f"{name}: expected a scheme that compressed-tensors knows, got {scheme.name}{hint}")
 
@@ -43,7 +44,7 @@ def check(name: str, layer: Any) -> None:
         return
     if layer.order is not None:
         raise ValueError(f"{name}: expected columns in their own order, got activation order")
-    if layer.zero is not None and int(layer.zero.max()) >= 1 << layer.scheme.bits:
+    if layer.scheme.zero_points and int(layer.zero.max()) >= 1 << layer.scheme.bits:
         raise ValueError(f"{name}: expected zero points of {layer.scheme.bits} bits, got {int(layer.zero.max())}")
     group = layer.scheme.group
     if group is not None and layer.in_features % group != 0:
@@ -57,8 +58,11 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
         found = {"weight": layer.weight.detach(), "weight_scale": scale}
         return found if layer.input_scale is None else found | {"input_scale": layer.input_scale.view(1)}
     n, k, bits = layer.out_features, layer.in_features, layer.scheme.bits
+    codes = unpack(layer.packed.detach(), bits, n, k)
+    if layer.scheme.code == E4M3:
+        return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": layer.scale.t()}
     found = {
-        "weight_packed": pack_words(unpack(layer.packed.detach(), bits, n, k), bits),
+        "weight_packed": pack_words(codes, bits),
         "weight_scale": layer.scale.t(),
         "weight_shape": torch.tensor([n, k]),
     }
@@ -80,9 +84,11 @@ def _group_of(layer: Any) -> dict[str, Any]:
                 "input_activations": kind | activations | {"dynamic": not own.is_static},
                 "output_activations": None, "format": FLOAT8[0] if is_float8 else UNPACKED[0]}  # fmt: skip
     scheme = layer.scheme
-    weights = {"num_bits": scheme.bits, "type": "int", "symmetric": not scheme.zero_points, "dynamic": False,
+    is_float8 = scheme.code == E4M3
+    form, code = (FLOAT8[0], "float") if is_float8 else (PACKED, "int")
+    weights = {"num_bits": scheme.bits, "type": code, "symmetric": not scheme.zero_points, "dynamic": False,
                "strategy": "channel" if scheme.group is None else "group", "group_size": scheme.group}  # fmt: skip
-    return {"weights": weights, "input_activations": None, "output_activations": None, "format": PACKED}
+    return {"weights": weights, "input_activations": None, "output_activations": None, "format": form}
 
 
 def config_of(model: nn.Module, layers: Mapping[str, Any]) -> dict[str, Any]:

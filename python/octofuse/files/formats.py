@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from octofuse.nn import WeightOnlyLinear, eight_bit_class, empty_layer
-from octofuse.quant import Scheme, WeightOnly
+from octofuse.nn import CodebookLinear, WeightOnlyLinear, eight_bit_class, empty_layer
+from octofuse.quant import Scheme, WeightOnly, codebook
 from octofuse.quant.affine import BLOCK
 from octofuse.quant.packing import pack, row_parts
 
@@ -64,8 +64,7 @@ class EightBits(Stored):
     scale: str = "weight_scale"
 
     def wants(self, n: int, k: int) -> dict[str, Want]:
-        blocks = (-(-n // BLOCK), -(-k // BLOCK))
-        scales = {"channel": ((n, 1), (n,)), "tensor": ((1,), (), (1, 1)), "block": (blocks,)}[self.scheme.weights]
+        scales = scale_shapes(self.scheme.weights, n, k)
         found = {"weight": Want((self.scheme.dtype,), ((n, k),)), self.scale: Want(FLOATS, scales)}
         if self.scheme.is_static:
             found["input_scale"] = Want(FLOATS, ((1,), ()))
@@ -84,6 +83,12 @@ class EightBits(Stored):
                 raise ValueError("input_scale: expected more than 0, got 0")
             layer.input_scale = scale
         return layer
+
+
+def scale_shapes(strategy: str, n: int, k: int) -> tuple[tuple[int, ...], ...]:
+    """That a weight's scales may have: of each "channel", of the "tensor", or of each "block"."""
+    blocks = (-(-n // BLOCK), -(-k // BLOCK))
+    return {"channel": ((n, 1), (n,)), "tensor": ((1,), (), (1, 1)), "block": (blocks,)}[strategy]
 
 
 def is_one_of(got: Any, allowed: Iterable[Any]) -> bool:
@@ -144,9 +149,31 @@ def weight_only_layer(
         layer = empty_layer(k, n, bias=False, scheme=scheme, dtype=dtype)
     assert isinstance(layer, WeightOnlyLinear)
     layer.packed = torch.cat([pack(part, bits) for part in row_parts(codes)])
-    layer.scale = scale.to(dtype).t().contiguous()
-    if not bool(torch.isfinite(layer.scale).all()):
-        raise ValueError(f"scales: expected values that {dtype} holds, got larger ones; ask for another dtype")
+    layer.scale = _scales_in(dtype, scale)
     layer.zero = None if zero is None else zero.to(torch.uint8).t().contiguous()
     layer.order = order
     return layer
+
+
+def float8_layer(weight: Tensor, scale: Tensor, group: int | None, dtype: torch.dtype) -> nn.Module:
+    """weight float8_e4m3fn `[N, K]`, scale `[N, G]` -> a CodebookLinear."""
+    n, k = weight.shape
+    codes = weight.view(torch.uint8)
+    if bool((codes & 0x7F == 0x7F).any()):
+        raise ValueError("weight: expected numbers, got NaN")
+    with torch.device("meta"):
+        scheme = WeightOnly(8, group if group is None or group < k else None, "e4m3")
+        layer = empty_layer(k, n, bias=False, scheme=scheme, dtype=dtype)
+    assert isinstance(layer, CodebookLinear)
+    layer.packed = torch.cat([codebook.packed(part, codebook.E4M3) for part in row_parts(codes)])
+    layer.scale = _scales_in(dtype, scale)
+    codebook.check_scales("scales", layer.scale)
+    return layer
+
+
+def _scales_in(dtype: torch.dtype, scale: Tensor) -> Tensor:
+    """[N, G] -> [G, N], rounded."""
+    scales = scale.to(dtype).t().contiguous()
+    if not bool(torch.isfinite(scales).all()):
+        raise ValueError(f"scales: expected values that {dtype} holds, got larger ones; ask for another dtype")
+    return scales

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from octofuse.files.formats import FLOATS, Format, Stored, Want, checked_scales
 from octofuse.nn import empty_layer, linear_layers
 from octofuse.nn.frozen import FrozenLinear
-from octofuse.quant import AnyScheme, Scheme, scheme_named
+from octofuse.quant import AnyScheme, Scheme, codebook, scheme_named
 from octofuse.quant.weight_only import GROUPS
 
 METHOD = "octofuse"
@@ -54,6 +54,8 @@ class _Own(Stored):
                 signed = name == "alpha" or getattr(self.scheme, "is_codebook", False)  # levels have signs
                 values = tensor if isinstance(self.scheme, Scheme) else tensor.to(dtype)
                 checked_scales(name, values.abs() if signed else values)
+                if getattr(self.scheme, "code", None) == codebook.E4M3:
+                    codebook.check_scales(name, values)
                 setattr(layer, name, values)
             else:
                 setattr(layer, name, tensor)

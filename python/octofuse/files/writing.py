@@ -35,10 +35,10 @@ def save_pretrained(
     Args:
         model: one that `quantize_` has changed, or that was read quantised, or quantised on load.
         folder: new, or empty.
-        format: "compressed-tensors": int8 layers, dynamic or static, and weights of 2 to 8 bits, with zero points or
-            without ("w4a16-g128", "w4a16-g128-zp", "w8a16"), of nn.Linear, not GPT-2's Conv1D; transformers and
-            `octofuse.from_pretrained` read it. "octofuse": every scheme, for octofuse alone. "auto": the first where it
-            can say all layers, else the other.
+        format: "compressed-tensors": int8 and FP8 layers, dynamic or static, and weights of 2 to 8 bits, with zero
+            points or without ("w4a16-g128", "w4a16-g128-zp", "w8a16"), or in FP8 ("w8a16-fp8"), of nn.Linear, not
+            GPT-2's Conv1D; transformers and `octofuse.from_pretrained` read it. "octofuse": every scheme, for octofuse
+            alone. "auto": the first where it can say all layers, else the other.
         max_shard_size: bytes of a file, or "5GB".
 
     Raises:

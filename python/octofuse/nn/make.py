@@ -17,6 +17,7 @@ from octofuse.quant import Scheme, WeightOnly
 QUANTISED = (EightBitLinear, PackedLinear)
 _PACKED: dict[str, Any] = {
     "grid": WeightOnlyLinear, "bcq": BCQLinear, "sparse12": Sparse12Linear, "nf4": CodebookLinear, "fp4": CodebookLinear,
+    "e4m3": CodebookLinear,
 }  # fmt: skip
 
 

@@ -252,8 +252,8 @@ class Sparse12Linear(PackedLinear):
 
 
 class CodebookLinear(PackedLinear):
-    """y = x @ w^T + bias with w = scale * level of a code (nf4, fp4); buffers besides: scale `[G, N]` in the weight's
-    dtype.
+    """y = x @ w^T + bias with w = scale * level of a code (nf4, fp4, e4m3); buffers besides: scale `[G, N]` in the
+    weight's dtype.
     """
 
     scale: Tensor
@@ -263,13 +263,13 @@ class CodebookLinear(PackedLinear):
 
     def _encode(self, w: Tensor, moments: Tensor | None) -> None:
         done = [codebook.encode(part, self.scheme.code, self.scheme.group) for part in row_parts(w)]
-        self.packed = torch.cat([pack(part.codes, codebook.BITS, codebook=True) for part in done])
+        self.packed = torch.cat([codebook.packed(part.codes, self.scheme.code) for part in done])
         self.scale = torch.cat([part.scale for part in done]).t().contiguous()
 
     def dequantized(self, scales: Tensor | None = None) -> Tensor:
         of_groups = (self.packed, self.scale if scales is None else scales, None, None)
-        kind = ("codebook", codebook.BITS, self.scheme.group, self.in_features)
-        return dequantize_lowbit(*of_groups, *kind, list(codebook.LEVELS[self.scheme.code]))
+        kind, bits, levels = codebook.stored_as(self.scheme.code)
+        return dequantize_lowbit(*of_groups, kind, bits, self.scheme.group, self.in_features, levels)
 
     def _multiply(self, x: Tensor, **options: Any) -> Tensor:
         of_groups = (self.scale, self.scheme.code, self.bias)

@@ -58,8 +58,9 @@ class RowLinearCall(NamedTuple):
 
 
 class LowbitCall(NamedTuple):
-    """`woq_linear`, `bcq_linear`, `sparse12_linear`, `codebook_linear`; kind: "uniform", "planes", "sparse12", "codebook".
+    """`woq_linear`, `bcq_linear`, `sparse12_linear`, `codebook_linear`.
 
+    kind: "uniform", "planes", "sparse12", "codebook", or "float8" of codes in e4m3.
     zero_point: one for all groups, in place of zero. levels: of a codebook, 16.
     """
 

@@ -90,7 +90,8 @@ def _call_of(function: Any, arguments: Any, options: Any) -> LowbitCall:
         given["scale"] = given.pop("alpha")
     given["zero"], given["zero_point"] = lowbit.split_zero(given["zero"])
     if "levels" in given:
-        given |= {"levels": list(codebook.levels_named(given["levels"])), "bits": codebook.BITS}
+        kind, given["bits"], given["levels"] = codebook.stored_as(given["levels"])
+        return LowbitCall(kind=kind, **given)
     return LowbitCall(kind=_KINDS[function], **given)
 
 

@@ -223,21 +223,25 @@ def codebook_linear(
     engine: str = "auto",
     gated: bool = False,
 ) -> Tensor:
-    """`woq_linear` with w = scale * levels[code], codes of 4 bits.
+    """`woq_linear` with w = scale * levels[code], codes of 4 bits, or of 8 for "e4m3".
 
-    Up to 4 tokens kernels multiply levels as integers of 16 bits, by the integers of tokens, and leave the product of both
-    low bytes out: a column may lose 2^-15 of the largest level times the largest of its 128 values. int8 tokens lose
-    nothing. More tokens, and the engine "dequantized": levels in the scale's dtype, their products with scales
-    rounded to it.
+    Codes of 4 bits: up to 4 tokens kernels multiply levels as integers of 16 bits, by the integers of tokens, and leave the
+    product of both low bytes out: a column may lose 2^-15 of the largest level times the largest of its 128 values. int8
+    tokens lose nothing. e4m3: up to 4 tokens become fp16 times a power of two for each 128 values, and tensor cores add
+    their products with codes in fp32; of bf16 tokens values below 2^-29 of the largest of 128 lose bits. More tokens, and
+    the engine "dequantized": levels in the scale's dtype, their products with scales rounded to it.
 
-    Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023.
+    Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023; Micikevicius et al., "FP8 Formats for Deep
+    Learning", 2022.
 
     Args:
         x, bias, activation, residual, constant_weight, x_scale, norm, norm_weight, norm_bias, eps, out_scale, engine,
             gated: as `woq_linear` takes them.
-        packed: int32, `quant.packing.pack(codes, 4, codebook=True)` of codes `[N, K]`.
-        scale: fp16, bf16 or fp32 `[G, N]`, for each group of `group` columns; None: a row is one group.
-        levels: "nf4", "fp4", or 16 numbers from -65504 to 65504.
+        packed: int32, `quant.codebook.packed(codes, levels)` of codes `[N, K]`; of e4m3 these are its bytes.
+        scale: fp16, bf16 or fp32 `[G, N]`, for each group of `group` columns; None: a row is one group. Beside e4m3 they
+            are below 256, or results are not finite.
+        levels: "nf4", "fp4", "e4m3", or 16 numbers from -65504 to 65504. No code of e4m3 is NaN (0x7F, 0xFF):
+            kernels make different things of them.
 
     Returns:
         `[..., N]` as `woq_linear` does.
@@ -246,15 +250,15 @@ def codebook_linear(
         TypeError, ValueError: naming the argument.
 
     Examples:
-        >>> from octofuse.quant.packing import pack
-        >>> packed = pack(torch.tensor([[15, 7, 0, 15]]), 4, codebook=True)  # 1, 0, -1, 1
-        >>> octofuse.codebook_linear(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), packed, torch.full((1, 1), 0.5))
+        >>> from octofuse.quant.codebook import packed
+        >>> codes = packed(torch.tensor([[15, 7, 0, 15]]), "nf4")  # 1, 0, -1, 1
+        >>> octofuse.codebook_linear(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), codes, torch.full((1, 1), 0.5))
         tensor([[1.]])
     """
-    of_codes = list(codebook.levels_named(levels))
+    kind, bits, of_codes = codebook.stored_as(levels)
     return _call(
         LowbitCall(
-            x, x_scale, packed, scale, None, None, "codebook", codebook.BITS, group, norm, norm_weight, norm_bias, eps,
+            x, x_scale, packed, scale, None, None, kind, bits, group, norm, norm_weight, norm_bias, eps,
             bias, activation, residual, out_scale, engine, constant_weight, gated, None, of_codes,
         )
     )  # fmt: skip
@@ -271,7 +275,7 @@ def dequantize_lowbit(
     columns: int,
     levels: list[float] | None = None,
 ) -> Tensor:
-    """The weight, `[N, columns]` in the scale's dtype; kind: "uniform", "planes", "sparse12" or "codebook"."""
+    """The weight, `[N, columns]` in the scale's dtype; kind: "uniform", "planes", "sparse12", "codebook" or "float8"."""
     if offset is None:
         w = _C.lowbit_dequantize(packed, scale, *split_zero(zero), kind, bits, group, levels, columns)
         if w is not None:
@@ -280,8 +284,8 @@ def dequantize_lowbit(
     if kind == "sparse12":
         return sparse.dequantize(unpack_pairs(packed, rows, columns), scale.t(), columns, group)
     codes = unpack(packed, bits, rows, columns, planes=kind == "planes", codebook=kind == "codebook")
-    if levels is not None:
-        return codebook.dequantize(codes, scale.t(), levels, group)
+    if kind == "float8" or levels is not None:
+        return codebook.dequantize(codes, scale.t(), levels or codebook.E4M3, group)
     if kind == "planes":
         return bcq.dequantize(codes, scale.permute(2, 0, 1), None if offset is None else offset.t(), group)
     return grid.dequantize(codes, scale.t(), zero.t() if isinstance(zero, Tensor) else zero, bits, group)

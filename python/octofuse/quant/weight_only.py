@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 GROUPS = (32, 64, 128, 256)
-CODES = ("grid", "bcq", "sparse12", "nf4", "fp4")
+CODES = ("grid", "bcq", "sparse12", "nf4", "fp4", "e4m3")
 METHODS = ("rtn", "mse", "gptq", "awq")
+_BITS = {"sparse12": 7, "e4m3": 8}
 _NAME = re.compile(r"w([1-8])a16(?:-g(\d+))?(?:-(zp|half))?(?:-(mse|gptq|awq))?")
 _CODED = re.compile(r"bcq-q([1-8])(?:-g(\d+))?")
 _SPARSE = re.compile(r"sparse12-w7(?:-g(\d+))?")
 _CODEBOOK = re.compile(r"(nf4|fp4)(?:-g(\d+))?")
+_FLOAT8 = re.compile(r"w8a16-fp8(?:-g(\d+))?")
 CODEBOOK_GROUP = 64  # where a name has none
 
 
@@ -22,7 +24,8 @@ class WeightOnly:
 
     bits: 1 to 8. group: columns that share a scale; None: a row. Names have 32, 64, 128 and 256 alone.
     code: levels on a uniform "grid" (quant.grid); "bcq": sums of `bits` scaled signs (quant.bcq); "sparse12": one of every
-        two columns, in 7 bits (quant.sparse); "nf4" and "fp4": levels of a codebook (quant.codebook).
+        two columns, in 7 bits (quant.sparse); "nf4" and "fp4": levels of a codebook, "e4m3": floating point in 8 bits
+        (quant.codebook).
     zero_points: a grid that covers a group's smallest to largest value, instead of as much on either side of 0.
     half_zero: a zero between the two middle codes, so that as many levels lie on either side; else it is the code
         2^(bits - 1), as files of other libraries have it (one bit has no such code, 8 bits no other zero).
@@ -33,7 +36,7 @@ class WeightOnly:
 
     bits: int = 4
     group: int | None = 128
-    code: Literal["grid", "bcq", "sparse12", "nf4", "fp4"] = "grid"
+    code: Literal["grid", "bcq", "sparse12", "nf4", "fp4", "e4m3"] = "grid"
     zero_points: bool = False
     method: Literal["rtn", "mse", "gptq", "awq"] = "rtn"
     half_zero: bool = False
@@ -50,12 +53,12 @@ class WeightOnly:
             raise ValueError(f"group: expected None or at least 1, got {self.group!r}")
         if self.code not in CODES:
             raise ValueError(f"code: expected one of {', '.join(CODES)}, got {self.code!r}")
-        if self.is_codebook and (self.bits != 4 or self.group is None):
+        if self.code in ("nf4", "fp4") and (self.bits != 4 or self.group is None):
             raise ValueError(
                 f"bits, group: expected 4 bits and a group with {self.code}, got {self.bits}, {self.group}"
             )
-        if self.code == "sparse12" and self.bits != 7:
-            raise ValueError(f"bits: expected 7 with sparse12, got {self.bits}")
+        if self.code in _BITS and self.bits != _BITS[self.code]:
+            raise ValueError(f"bits: expected {_BITS[self.code]} with {self.code}, got {self.bits}")
         if self.method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         if self.code != "grid" and (self.zero_points or self.half_zero or self.method != "rtn"):
@@ -68,7 +71,7 @@ class WeightOnly:
 
     @property
     def is_codebook(self) -> bool:
-        return self.code in ("nf4", "fp4")
+        return self.code in ("nf4", "fp4", "e4m3")
 
     @property
     def zero(self) -> int | None:
@@ -92,6 +95,8 @@ class WeightOnly:
             return f"bcq-q{self.bits}{group}"
         if self.code == "sparse12":
             return f"sparse12-w7{group}"
+        if self.code == "e4m3":
+            return f"w8a16-fp8{group}"
         if self.is_codebook:
             return self.code if self.group == CODEBOOK_GROUP else f"{self.code}{group}"
         method = "" if self.method == "rtn" else f"-{self.method}"
@@ -101,7 +106,7 @@ class WeightOnly:
 
 def weight_only_named(name: str) -> WeightOnly | None:
     """The scheme of names like "w8a16", "w4a16-g128", "w3a16-g64-zp-gptq", "w4a16-g128-half", "bcq-q3-g128",
-    "sparse12-w7", "nf4" (groups of 64) and "fp4-g128"; None for others.
+    "sparse12-w7", "nf4" (groups of 64), "fp4-g128" and "w8a16-fp8"; None for others.
 
     Raises ValueError for a group that there is not.
     """
@@ -114,6 +119,8 @@ def weight_only_named(name: str) -> WeightOnly | None:
         return WeightOnly(7, _group(found[1]), "sparse12")
     if found := _CODEBOOK.fullmatch(name):
         return WeightOnly(4, _group(found[2]) or CODEBOOK_GROUP, found[1])  # type: ignore[arg-type]
+    if found := _FLOAT8.fullmatch(name):
+        return WeightOnly(8, _group(found[1]), "e4m3")
     return None
 
 
