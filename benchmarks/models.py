@@ -24,6 +24,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
          "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "rope_parameters": LLAMA3},
     ),
+    "Llama-3.1-70B": (
+        "llama",
+        {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+         "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "rope_parameters": LLAMA3},
+    ),
     "Llama-3.2-1B": (
         "llama",
         {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -50,6 +55,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "opt",
         {"hidden_size": 7168, "ffn_dim": 28672, "num_hidden_layers": 48, "num_attention_heads": 56, "vocab_size": 50272,
          "word_embed_proj_dim": 7168, "max_position_embeddings": 2048},
+    ),
+    "OPT-66B": (
+        "opt",
+        {"hidden_size": 9216, "ffn_dim": 36864, "num_hidden_layers": 64, "num_attention_heads": 72, "vocab_size": 50272,
+         "word_embed_proj_dim": 9216, "max_position_embeddings": 2048},
     ),
     "OPT-1.3B": (
         "opt",

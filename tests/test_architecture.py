@@ -13,7 +13,7 @@ ROOT = Path(octofuse.__file__).parent
 REPOSITORY = Path(__file__).resolve().parents[1]
 CPP = REPOSITORY / "cpp"
 
-# cli -> generate -> engine -> models -> files -> nn -> ops -> _C, layouts -> ops; quant is mathematics, for all.
+# cli -> generate -> engine -> parallel -> models -> files -> nn -> ops -> _C, layouts -> ops; quant: mathematics, for all.
 PYTHON = {
     "reference": set(),
     "testing": {"_C"},  # timing.environment records the build
@@ -22,12 +22,13 @@ PYTHON = {
     "layouts": {"ops"},
     "nn": {"ops", "quant"},
     "models": {"_C", "files", "nn", "ops", "quant"},  # _C: its file, whose machine code `explain` reads
-    "engine": {"models", "nn", "ops"},
+    "parallel": {"models", "nn", "ops", "quant"},
+    "engine": {"models", "nn", "ops", "parallel"},
     "files": {"nn", "quant"},
-    "generate": {"engine", "models", "ops"},
+    "generate": {"engine", "models", "ops", "parallel"},
     "assets": set(),
     "doctor": {"_C", "ops", "reference"},
-    "cli": {"_C", "assets", "doctor", "files", "generate", "layouts", "models", "nn", "ops", "quant"},
+    "cli": {"_C", "assets", "doctor", "files", "generate", "layouts", "models", "nn", "ops", "parallel", "quant"},
 }
 
 # The rooms of cpp/src. Everything may include cpp/include.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from octofuse.engine import Decoder, Draws, Sampling
 from octofuse.models.architecture import architecture_of, decodes
 from octofuse.ops import cpu, decode
+from octofuse.parallel import shard_
 
 KEPT = 4  # sessions of a generator, and prompt lengths of a session, whose graphs are kept
 CAPACITY_STEP = 64  # positions of a session's cache are a multiple of this: one serves many lengths
@@ -145,11 +146,16 @@ class Generator:
             point or after `quantize_`. Its weights are shared, those of linears that read the same input as views of one
             tensor: make a new Generator after changing them.
         cache: of keys and values: None for the model's dtype, "int8" or "fp8" (e4m3) for half its size.
+        mesh: of ranks that generate together, each with a part of the model: a DeviceMesh of one dimension or a process
+            group, for `octofuse.parallel.shard_`, which changes the model in place; None for one device, and for a model
+            that was sharded. All ranks call the Generator with the same arguments, and get the same tokens.
 
     Not for use by several threads at once. Raises ValueError, naming what is not as expected, for other models.
     """
 
-    def __init__(self, model: nn.Module, *, cache: str | None = None) -> None:
+    def __init__(self, model: nn.Module, *, cache: str | None = None, mesh: Any = None) -> None:
+        if mesh is not None:
+            shard_(model, mesh)
         self.decoder = Decoder(model, cache)
         self.sessions: OrderedDict[Any, Session] = OrderedDict()
 

@@ -21,9 +21,11 @@ from octofuse.engine.attention import Given, KernelAttention, TorchAttention, ro
 from octofuse.engine.cache import Cache, Pairs
 from octofuse.models.architecture import architecture_of, rotary_of
 from octofuse.models.parts import Attend, Parts, attended, fed_forward, parts_of, split_heads
-from octofuse.nn import QUANTISED, FloatingLinear, Norm, fused_layer
+from octofuse.nn import QUANTISED, FloatingLinear, Norm, inner_of, verb_of
+from octofuse.nn.gathered import GatheredFused
 from octofuse.ops import decode
 from octofuse.ops.cache import CACHE_KINDS, new_codes
+from octofuse.parallel import share_of
 
 HEAD_ROWS = 64  # of the output head at a time: its kernel, and so its bits, then do not depend on the batch
 
@@ -44,7 +46,8 @@ class Decoder:
         self.architecture = architecture_of(model)
         self.cache_kind = cache
         names = self.architecture.names
-        self.heads = self.architecture.heads
+        share = share_of(model)
+        self.heads = self.architecture.heads if share is None else share.heads
         self.positions, self.vocabulary = self.architecture.positions, self.architecture.vocabulary
         embeddings: Any = model.get_submodule(names.token_embeddings)
         self.token_embeddings: Tensor = embeddings.weight.detach()
@@ -55,7 +58,9 @@ class Decoder:
         if self.architecture.block.scales_embeddings:  # transformers rounds this factor to the embeddings' dtype
             self.multiplier = float(torch.tensor(self.multiplier, dtype=self.dtype))
         self.rotary = rotary_of(model, self.architecture)
-        self.head = fused_layer(model.get_submodule(names.head), transposes=True)
+        head = verb_of(model.get_submodule(names.head), transposes=True)
+        self.head = inner_of(head)
+        self.gather_logits = head.around.gather_output if isinstance(head, GatheredFused) else None
         self.norm = self.architecture.norm(model.get_submodule(names.last_norm))
         blocks: Any = model.get_submodule(names.blocks)
         self.blocks = [parts_of(block, self.architecture, joins=True) for block in blocks]
@@ -149,6 +154,8 @@ class Decoder:
 
     def _logits(self, x: Tensor, cache: Cache) -> Tensor:
         found = self._product(x, cache)
+        if self.gather_logits is not None:
+            found = self.gather_logits(found)
         if self.architecture.logits_multiplier != 1.0:
             found = found * self.architecture.logits_multiplier
         if (cap := self.architecture.logits_softcap) is not None:
@@ -167,14 +174,15 @@ class Decoder:
             return linear(x, self.head.weight)
         # As many rows whatever the batch: the kernel, and so the bits, do not depend on it. And products of multiples of 8
         # columns: for an odd vocabulary cuBLAS would take a kernel of a quarter of the speed.
-        even = self.vocabulary // 8 * 8
+        vocabulary = self.head.weight.shape[0]
+        even = vocabulary // 8 * 8
         found = []
         for rows in x.split(HEAD_ROWS):
             cache.head_rows[: rows.shape[0]].copy_(rows)
             out = x.new_empty(HEAD_ROWS, even + 8)
-            for columns in (slice(0, even), slice(even, self.vocabulary)):
+            for columns in (slice(0, even), slice(even, vocabulary)):
                 torch.mm(cache.head_rows, self.head.weight[columns].t(), out=out[:, columns])
-            found.append(out[: rows.shape[0], : self.vocabulary])
+            found.append(out[: rows.shape[0], :vocabulary])
         return found[0] if len(found) == 1 else torch.cat(found)
 
 

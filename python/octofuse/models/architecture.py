@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from octofuse.models.blocks import BLOCKS, Block, Names
-from octofuse.nn import QUANTISED, Norm
+from octofuse.nn import QUANTISED, GatheredLinear, Norm
 from octofuse.nn.linear import is_conv1d
 from octofuse.ops.activations import Activation
 
@@ -167,8 +167,10 @@ def _check_layers(model: nn.Module, block: Block) -> None:
     assert names is not None
     blocks: Any = model.get_submodule(names.blocks)
     for index, one in enumerate(blocks):
-        for name in (*names.qkv, names.projection, *names.up, names.down):
+        for name in names.linears:
             layer = one.get_submodule(name)
+            if isinstance(layer, GatheredLinear):
+                layer = layer.layer
             if not (type(layer) is nn.Linear or is_conv1d(layer) or isinstance(layer, QUANTISED)):
                 raise ValueError(
                     f"model: expected {names.blocks}.{index}.{name} to be an nn.Linear, a Conv1D or a layer that "

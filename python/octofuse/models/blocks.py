@@ -48,6 +48,11 @@ class Names(NamedTuple):
     down: str = "mlp.down_proj"
     after_feed_forward: str | None = None
 
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Of a block."""
+        return (*self.qkv, self.projection, *self.up, self.down)
+
 
 @dataclass(frozen=True)
 class Block:

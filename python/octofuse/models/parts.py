@@ -9,8 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.models.architecture import Architecture, Heads
-from octofuse.nn import EightBitLinear, Float8Linear, Int8Linear, Norm, PackedLinear, fused_layer, joined
+from octofuse.nn import (
+    EightBitLinear,
+    Float8Linear,
+    Int8Linear,
+    Norm,
+    PackedLinear,
+    fused_layer,
+    inner_of,
+    joined,
+    verb_of,
+)
 from octofuse.nn.floating import Fused
+from octofuse.nn.gathered import AnyFused
 from octofuse.nn.order import fold_order_
 from octofuse.ops.activations import Activation
 
@@ -23,10 +34,10 @@ class Parts(NamedTuple):
 
     attention_norm: Norm
     qkv: tuple[Fused, ...]
-    projection: Fused
+    projection: AnyFused
     feed_forward_norm: Norm
     up: tuple[Fused, ...]
-    down: Fused
+    down: AnyFused
     query_norm: Norm | None
     key_norm: Norm | None
     after_attention: Norm | None
@@ -34,7 +45,7 @@ class Parts(NamedTuple):
 
     @property
     def linears(self) -> tuple[Fused, ...]:
-        return (*self.qkv, self.projection, *self.up, self.down)
+        return (*self.qkv, inner_of(self.projection), *self.up, inner_of(self.down))
 
 
 # (outputs of qkv, the static scale of the layer that reads the result) -> [..., heads * head size]
@@ -58,14 +69,17 @@ def parts_of(block: nn.Module, architecture: Architecture, *, joins: bool = Fals
         one = joined(layers) if joins and len(layers) > 1 else None
         return tuple(fused_layer(layer, transposes=joins) for layer in (layers if one is None else [one]))
 
+    def gathering(name: str) -> AnyFused:
+        return verb_of(part(name), transposes=joins)
+
     def norm(name: str | None) -> Norm | None:
         return None if name is None else architecture.norm(part(name))
 
     if joins:
         fold_order_([part(name) for name in names.up], part(names.down))
     return Parts(
-        architecture.norm(part(names.attention_norm)), linears(names.qkv), linears((names.projection,))[0],
-        architecture.norm(part(names.feed_forward_norm)), linears(names.up), linears((names.down,))[0],
+        architecture.norm(part(names.attention_norm)), linears(names.qkv), gathering(names.projection),
+        architecture.norm(part(names.feed_forward_norm)), linears(names.up), gathering(names.down),
         norm(names.query_norm), norm(names.key_norm), norm(names.after_attention), norm(names.after_feed_forward),
     )  # fmt: skip
 
@@ -88,7 +102,7 @@ def attended(parts: Parts, x: Tensor, attend: Attend, multiplier: float = 1.0) -
     qkv = tuple(layer.fused(x, norm=parts.attention_norm) for layer in parts.qkv)
     alone = _adds_alone(parts.after_attention, multiplier)
     # Attention writes int8.
-    scale = parts.projection.input_scale if isinstance(parts.projection, Int8Linear) else None
+    scale = parts.projection.input_scale if isinstance(inner_of(parts.projection), Int8Linear) else None
     values = attend(qkv, None if alone else scale)
     return _added(x, parts.projection, values, parts.after_attention, multiplier)
 
@@ -123,7 +137,7 @@ def _adds_alone(norm: Norm | None, multiplier: float) -> bool:
 
 def _handed_on(parts: Parts) -> Tensor | None:
     """down's static scale, if up can write what down reads: float8 layers write and read float8, others int8."""
-    writes, reads = (isinstance(layer, Float8Linear) for layer in (parts.up[0], parts.down))
+    writes, reads = (isinstance(layer, Float8Linear) for layer in (parts.up[0], inner_of(parts.down)))
     return parts.down.input_scale if writes == reads else None
 
 
@@ -131,12 +145,12 @@ def _multiplies_gates(parts: Parts) -> PackedLinear | None:
     """up, if its product can multiply values by their gates and down does not quantise them by the token meanwhile."""
     if len(parts.up) > 1 or not isinstance(parts.up[0], PackedLinear):
         return None
-    by_token = isinstance(parts.down, EightBitLinear) and parts.down.input_scale is None
+    by_token = isinstance(inner_of(parts.down), EightBitLinear) and parts.down.input_scale is None
     return None if by_token else parts.up[0]
 
 
 def _added(
-    x: Tensor, layer: Fused, values: Tensor, norm: Norm | None, multiplier: float, gate: Activation | None = None
+    x: Tensor, layer: AnyFused, values: Tensor, norm: Norm | None, multiplier: float, gate: Activation | None = None
 ) -> Tensor:
     """x + layer(values), or x + norm(layer(values)), or of it `multiplier`."""
     if not _adds_alone(norm, multiplier):

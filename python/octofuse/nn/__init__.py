@@ -3,11 +3,13 @@
 from octofuse.nn.delayed import DelayedFloat8Linear
 from octofuse.nn.find import linear_layers, output_heads, replace_module
 from octofuse.nn.floating import FloatingLinear, fused_layer
+from octofuse.nn.gathered import GatheredLinear, inner_of, verb_of
 from octofuse.nn.joined import joined
 from octofuse.nn.linear import EightBitLinear, Float8Linear, Int8Linear
 from octofuse.nn.make import QUANTISED, eight_bit_class, empty_layer, quantised_layer
 from octofuse.nn.norm import Norm
 from octofuse.nn.outliers import LLMInt8Linear
+from octofuse.nn.rows import check_rows, rows_of
 from octofuse.nn.weight_only import BCQLinear, CodebookLinear, PackedLinear, Sparse12Linear, WeightOnlyLinear
 
 __all__ = [
@@ -18,18 +20,23 @@ __all__ = [
     "EightBitLinear",
     "Float8Linear",
     "FloatingLinear",
+    "GatheredLinear",
     "Int8Linear",
     "LLMInt8Linear",
     "Norm",
     "PackedLinear",
     "Sparse12Linear",
     "WeightOnlyLinear",
+    "check_rows",
     "eight_bit_class",
     "empty_layer",
     "fused_layer",
+    "inner_of",
     "joined",
     "linear_layers",
     "output_heads",
     "quantised_layer",
     "replace_module",
+    "rows_of",
+    "verb_of",
 ]

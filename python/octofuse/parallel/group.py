@@ -1,0 +1,105 @@
+"""The ranks that share a model, and what they tell each other."""
+
+from __future__ import annotations
+
+import platform
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
+
+import octofuse
+from octofuse.nn.gathered import Gather
+
+# Newer versions of torch call it otherwise, and warn of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Group:
+    """A torch.distributed process group with this process in it.
+
+    mesh: a DeviceMesh of one dimension, or a process group. Raises TypeError for anything else, ValueError for a mesh of
+    more dimensions, RuntimeError where torch.distributed was not initialised.
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "mesh: expected torch.distributed to be initialised, as torchrun and init_process_group do; it is not"
+            )
+        group = _process_group(mesh)
+        # By name alone: a process on the CPU that still refers to its group when that is destroyed may end by SIGABRT.
+        self._name: str = group.group_name
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.device_type = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
+        if self.rank < 0:
+            raise ValueError("mesh: expected one with this process in it, got one without")
+
+    @property
+    def _group(self) -> Any:
+        return distributed_c10d._resolve_process_group(self._name)  # type: ignore[arg-type,attr-defined]
+
+    def __repr__(self) -> str:
+        return f"rank {self.rank} of {self.ranks}"
+
+    def gatherer(self, sizes: tuple[int, ...]) -> Gather:
+        """What joins parts of these sizes along the last dimension."""
+        return partial(self.gather, sizes=sizes)
+
+    def gather(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """x `[..., sizes[rank]]` of every rank -> `[..., sum(sizes)]`, the same on all, bit for bit. CUDA graphs record
+        it. RuntimeError where another rank is gone."""
+        if x.shape[-1] != sizes[self.rank]:
+            raise ValueError(f"x: expected {sizes[self.rank]} columns on {self}, got {x.shape[-1]}")
+        shape = (*x.shape[:-1], sum(sizes))
+        if x.numel() == 0:
+            return x.new_empty(shape)
+        width = x.element_size()
+        own = x.reshape(-1, x.shape[-1]).contiguous().view(torch.uint8)  # not every backend knows every type
+        most = max(sizes) * width
+        if own.shape[1] < most:
+            own = pad(own, (0, most - own.shape[1]))
+        found = own.new_empty(self.ranks, *own.shape)
+        self._all_gather(found, own)
+        if len(set(sizes)) == 1:
+            joined = found.transpose(0, 1).reshape(own.shape[0], -1)
+        else:
+            joined = torch.cat([part[:, : size * width] for part, size in zip(found, sizes, strict=True)], -1)
+        return joined.view(x.dtype).view(shape)
+
+    def _all_gather(self, found: Tensor, own: Tensor) -> None:
+        try:
+            _all_gather(found.flatten(0, 1), own, group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self}: could not gather {own.nbytes:,} bytes of every rank: one has ended or is out of reach ({error})"
+            ) from error
+
+    def check_alike(self, described: dict[str, str]) -> None:
+        """ValueError, on every rank, that names what differs between ranks; of the versions in any case."""
+        own = {"octofuse": octofuse.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, own | described, group=self._group)
+        for name in found[0]:
+            values = [one.get(name) for one in found]
+            if len(set(values)) > 1:
+                other = next(rank for rank, value in enumerate(values) if value != values[0])
+                raise ValueError(
+                    f"mesh: expected ranks that are alike, got {name} {values[0]} on rank 0 and {values[other]} on rank "
+                    f"{other}"
+                )
+
+
+def _process_group(mesh: Any) -> Any:
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh or a process group, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; a part of it, mesh['tp'], is one")
+    return mesh.get_group()

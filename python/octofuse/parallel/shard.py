@@ -1,0 +1,152 @@
+"""A whole model, the same on every rank, becomes this rank's part of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from octofuse.models.architecture import Architecture, Heads, architecture_of
+from octofuse.nn import EightBitLinear, GatheredLinear, check_rows, replace_module, rows_of
+from octofuse.nn.gathered import Gather
+from octofuse.nn.linear import is_conv1d
+from octofuse.ops import decode
+from octofuse.parallel.group import Group
+from octofuse.parallel.plan import HeadShare, part, rows_of_up, split
+from octofuse.quant.affine import BLOCK
+
+_ATTRIBUTE = "_octofuse_share"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has of a model; heads: of each block."""
+
+    group: Group
+    heads: tuple[Heads, ...]
+
+
+def share_of(model: nn.Module) -> Share | None:
+    """None of a whole model."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def shard_(model: nn.Module, mesh: Any) -> nn.Module:
+    """Leave this rank's part of every linear in the model, in place; `octofuse.Generator` runs it on all ranks together.
+
+    Embeddings and norms stay whole, and a floating-point head unless it runs in fp16 or bf16 on a GPU. Queries, keys and
+    values are split by heads, the other linears by their outputs. What a linear reads is gathered in front of it where it
+    is split, so every output is summed by one rank, as one device would: int8 and FP8 schemes give the bits of one device,
+    whatever the number of ranks, and so do up to 4 tokens beside weights of few bits. How sums of more tokens beside
+    these, and of floating-point weights, are made may depend on a linear's outputs, and so on the number of ranks.
+
+    Args:
+        model: of a family that `octofuse.generate` takes, in eval mode, quantised or not, with the same weights on all
+            ranks; best on the CPU, to go to this rank's device afterwards.
+        mesh: a DeviceMesh of one dimension, or a process group of torch.distributed, of any backend that serves the
+            device that the model will be on.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError, ValueError: naming what is not as expected, before anything is changed: heads that the ranks do not
+            divide, ranks with other versions or models, a model that was sharded before.
+        RuntimeError: where torch.distributed was not initialised.
+    """
+    if share_of(model) is not None:
+        raise ValueError(f"model: expected a whole model, got a part of one ({share_of(model).group})")  # type: ignore[union-attr]
+    group = Group(mesh)
+    architecture = architecture_of(model)
+    shares = [HeadShare(heads, group.rank, group.ranks) for heads in architecture.heads]
+    group.check_alike({"the model": _digest(model)})
+    pieces = _of_blocks(model, architecture, shares, group)
+    if (head := _of_head(model, architecture, group)) is not None:
+        pieces.append(head)
+    for piece in pieces:
+        check_rows(piece.layer, piece.rows)
+    object.__setattr__(model, _ATTRIBUTE, Share(group, tuple(share.heads for share in shares)))
+    while pieces:  # one at a time: what was whole goes as soon as its part is there
+        piece = pieces.pop()
+        replace_module(model, piece.name, piece.made())
+    return model
+
+
+def _digest(model: Any) -> str:
+    """Of what has to be the same on all ranks: names and shapes of its tensors, and its config."""
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
+    config = {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
+    text = f"{type(model).__name__} {shapes} {sorted(config.items(), key=str)}"
+    return f"{type(model).__name__} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A linear, this rank's outputs of it, and what is gathered around it."""
+
+    name: str
+    layer: nn.Module
+    rows: Sequence[range]
+    gather_output: Gather | None = None
+    gather_input: Gather | None = None
+    shares: bool = False
+
+    def made(self) -> nn.Module:
+        own = rows_of(self.layer, self.rows, shares=self.shares)
+        if self.gather_output is None:
+            return own
+        return GatheredLinear(own, self.rows[0], self.gather_output, self.gather_input)
+
+
+def _of_blocks(model: nn.Module, architecture: Architecture, shares: Sequence[HeadShare], group: Group) -> list[_Piece]:
+    names = architecture.names
+    pieces = []
+    for index, share in enumerate(shares):
+        inside = f"{names.blocks}.{index}"
+        layers = {name: model.get_submodule(f"{inside}.{name}") for name in names.linears}
+        rows = dict(zip(names.qkv, share.rows(len(names.qkv), names.interleaved), strict=True))
+        hidden = split(_sizes(layers[names.down])[1], group.ranks, _unit([layers[name] for name in names.up]))
+        rows |= zip(names.up, rows_of_up(hidden, group.rank, len(names.up), names.gated), strict=True)
+        pieces += [_Piece(f"{inside}.{name}", layers[name], own) for name, own in rows.items()]
+        widths = (share.heads.width,) * group.ranks
+        for name, inputs in ((names.projection, widths), (names.down, hidden)):
+            pieces.append(_gathered(f"{inside}.{name}", layers[name], group, inputs))
+    return pieces
+
+
+def _of_head(model: nn.Module, architecture: Architecture, group: Group) -> _Piece | None:
+    """None of a head in floating point that stays whole: there is no kernel for it here whose sums do not depend on the
+    number of outputs. Of one that is an embedding's weight a view is left: tokens need all of that."""
+    embeddings: Any = model.get_submodule(architecture.names.token_embeddings)
+    head: Any = model.get_submodule(architecture.names.head)
+    if isinstance(head, nn.Linear):
+        device = torch.device(group.device_type)
+        if head.bias is not None or not decode.takes_logits(device, head.weight.dtype, head.in_features):
+            return None
+    is_tied = getattr(head, "weight", None) is embeddings.weight
+    return _gathered(architecture.names.head, head, group, shares=is_tied)
+
+
+def _gathered(
+    name: str, layer: nn.Module, group: Group, inputs: tuple[int, ...] | None = None, *, shares: bool = False
+) -> _Piece:
+    outputs = split(_sizes(layer)[0], group.ranks, _unit([layer]))
+    gather_input = None if inputs is None else group.gatherer(inputs)
+    return _Piece(name, layer, [part(outputs, group.rank)], group.gatherer(outputs), gather_input, shares)
+
+
+def _sizes(layer: Any) -> tuple[int, int]:
+    """Outputs and inputs."""
+    if is_conv1d(layer):
+        return layer.weight.shape[1], layer.weight.shape[0]
+    return layer.out_features, layer.in_features
+
+
+def _unit(layers: Sequence[nn.Module]) -> int | None:
+    """Outputs that no part may cut: those that share scales."""
+    blocks = any(isinstance(layer, EightBitLinear) and layer.scheme.weights == "block" for layer in layers)
+    return BLOCK if blocks else None
