@@ -1,8 +1,8 @@
 """Decoders of real shapes on one GPU and on all of this machine's together, random weights, one sequence.
 
-A rank is a process with a GPU. The floor is the bytes that a rank reads in a step over its bandwidth for copies; the
-prediction is that and the time of a step's gathers, as they were measured. OCTOFUSE_PARALLEL_MODELS chooses models,
-"model:scheme", comma-separated.
+A rank is a process with a GPU. The floor is the bytes that a rank reads in a step over its bandwidth for copies. The
+prediction is one GPU's time by the number of ranks and the gathers of a step, as these ranks measured them, also where it
+is for more ranks. OCTOFUSE_PARALLEL_MODELS chooses models, "model:scheme", comma-separated.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from models import build
 from octofuse.generate import Generator
 from octofuse.parallel import Group
 
-MODELS = ("Llama-3.1-8B:w8a8-dynamic", "Llama-3.1-8B:w4a16-g128", "OPT-30B:w8a8-dynamic", "OPT-66B:w8a8-dynamic",
-          "Llama-3.1-70B:w8a8-dynamic", "Llama-3.1-70B:w4a16-g128")  # fmt: skip
+MODELS = ("Llama-3.1-8B:w8a8-dynamic", "Llama-3.1-8B:w4a16-g128", "OPT-30B:fp16", "OPT-30B:w8a8-dynamic",
+          "OPT-66B:w8a8-dynamic", "Llama-3.1-70B:w8a8-dynamic", "Llama-3.1-70B:w4a16-g128")  # fmt: skip
+FLOAT = "fp16"
 GATHERED = (2**10, 2**12, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24)  # bytes of all ranks
 IN_A_GRAPH = 40
 
@@ -85,7 +86,7 @@ def timed(
 
 
 def row_of(model: str, scheme: str, mesh: Any, device: torch.device, curve: dict[int, float]) -> dict[str, Any]:
-    built = build(model, scheme, INT8_HEAD, device)
+    built = build(model, scheme, INT8_HEAD, device) if scheme != FLOAT else build(model, None, None, device)
     one, want = timed(model, scheme, Generator(built), device)
     gc.collect()
     generator = Generator(built, mesh=mesh)
@@ -100,6 +101,8 @@ def row_of(model: str, scheme: str, mesh: Any, device: torch.device, curve: dict
         "over one GPU": one["ms a token"] / many["ms a token"], "GB of a rank": own / 1e9, "floor ms": floor,
         "gathers ms": gathers, "of the floor": floor / many["ms a token"],
     }  # fmt: skip
+    for ranks in sorted({mesh.size(), 4, 8}):
+        row[f"predicted ms, {ranks}"] = one["ms a token"] / ranks + gathers
     del generator, decoder, built
     gc.collect()
     if device.type == "cuda":

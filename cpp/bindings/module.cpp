@@ -21,6 +21,7 @@ PYBIND11_MODULE(_C, module) {
   octofuse::bind_layout(module);
   octofuse::bind_lowbit(module);
   octofuse::bind_outliers(module);
+  octofuse::bind_parallel(module);
   octofuse::bind_quantize(module);
   octofuse::bind_device(module);
 }

@@ -10,6 +10,7 @@ void bind_gemm(pybind11::module_& module);
 void bind_layout(pybind11::module_& module);
 void bind_lowbit(pybind11::module_& module);
 void bind_outliers(pybind11::module_& module);
+void bind_parallel(pybind11::module_& module);
 void bind_quantize(pybind11::module_& module);
 void bind_device(pybind11::module_& module);
 

@@ -82,6 +82,16 @@ def outlier_product(
     x: Tensor, w: Tensor, w_scale: Tensor | float, threshold: float
 ) -> tuple[Tensor, Tensor, Tensor] | None: ...
 
+# bind_parallel.cpp
+GATHER_BLOCKS: int
+GATHER_UNIT: int
+MAX_RANKS: int
+
+def gather_inbox_bytes(capacity: int, ranks: int) -> int: ...
+def gather(
+    x: Tensor, sizes: list[int], rank: int, inboxes: list[int], calls: Tensor, capacity: int, limit: float
+) -> Tensor: ...
+
 # bind_decode.cpp
 def quantized_linear(call: RowLinearCall) -> Tensor | None: ...
 def append(call: AttendCall) -> None: ...

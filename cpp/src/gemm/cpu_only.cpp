@@ -7,6 +7,7 @@
 #include "octofuse/layout.h"
 #include "octofuse/lowbit.h"
 #include "octofuse/outliers.h"
+#include "octofuse/parallel.h"
 #include "octofuse/row_linear.h"
 #include "octofuse/row_pass.h"
 
@@ -50,6 +51,7 @@ void run_row_linear(const RowPassArgs&, bool, const GemmArgs&, const GemmProblem
 }
 void row_pass(const RowPassArgs&, int, Stream) { absent(); }
 void outlier_product(const OutlierArgs&, int, Stream, const Allocator&) { absent(); }
+void gather(const GatherArgs&, int, Stream) { absent(); }
 bool orders_row(const RowPassArgs&) { return false; }
 void apply_epilogue(const DequantizeArgs&, int, Stream) { absent(); }
 void pad_rows(const Rows&, void*, DType, int64_t, int, Stream) { absent(); }

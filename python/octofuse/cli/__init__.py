@@ -176,14 +176,16 @@ def generate(
     seed: Annotated[int, typer.Option(help="for temperature > 0")] = 0,
     device: Device = "auto",
 ) -> None:
-    """Continue a prompt."""
+    """Continue a prompt; started by torchrun, on all of its ranks together."""
     with _plain_errors():
-        from octofuse.cli.common import generate_text, load_any, pick_device
+        from octofuse.cli.common import generate_text, load_any
+        from octofuse.cli.ranks import is_first, ranked
 
-        loaded, tokenizer = load_any(model, pick_device(device))
-        console.print(
-            generate_text(loaded, tokenizer, prompt, new_tokens, temperature, seed), markup=False, highlight=False
-        )
+        with ranked(device) as (own_device, mesh):
+            loaded, tokenizer = load_any(model, own_device, mesh)
+            text = generate_text(loaded, tokenizer, prompt, new_tokens, temperature, seed)
+        if is_first():
+            console.print(text, markup=False, highlight=False)
 
 
 @app.command(name="eval")

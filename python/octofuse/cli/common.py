@@ -23,6 +23,7 @@ from octofuse.files.headers import method_of
 from octofuse.generate import generate
 from octofuse.models import fallbacks, perplexity
 from octofuse.models.architecture import decodes
+from octofuse.parallel import shard_
 
 CALIBRATION_BATCHES = 8
 CALIBRATION_BATCH = 4
@@ -64,8 +65,11 @@ def load_tokenizer(model: str) -> Any:
     return AutoTokenizer.from_pretrained(name)
 
 
-def load_float(model: str, device: torch.device, *, with_tokenizer: bool = True) -> tuple[Any, Any]:
-    """A floating-point model (fp16 on a GPU, fp32 on the CPU) and its tokenizer. ValueError for a quantised one."""
+def load_float(
+    model: str, device: torch.device, *, with_tokenizer: bool = True, for_gpu: bool | None = None
+) -> tuple[Any, Any]:
+    """A floating-point model (fp16 on a GPU, or for one, fp32 on the CPU) and its tokenizer. ValueError for a quantised
+    one."""
     quiet_transformers()
     from transformers import AutoModelForCausalLM
 
@@ -74,22 +78,29 @@ def load_float(model: str, device: torch.device, *, with_tokenizer: bool = True)
         raise ValueError(f"model: expected a floating-point model, got {name}, which is quantised already ({method})")
     if with_tokenizer:
         expect_tokenizer(name)
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    dtype = torch.float16 if for_gpu or device.type == "cuda" else torch.float32
     loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval().requires_grad_(False)
     return loaded, load_tokenizer(name) if with_tokenizer else None
 
 
-def load_any(model: str, device: torch.device) -> tuple[Any, Any]:
+def load_any(model: str, device: torch.device, mesh: Any = None) -> tuple[Any, Any]:
     """A quantised folder, of this library or another, or a floating-point model, with its tokenizer. Says so where an
-    engine is slow here."""
-    folder = Path(model).expanduser()
-    if method_of(folder) is None:
-        return load_float(model, device)
+    engine is slow here. mesh: of ranks, each of which keeps its part of the model."""
+    if mesh is not None:
+        whole, tokenizer = _load_any(model, torch.device("cpu"), for_gpu=device.type == "cuda")
+        return shard_(whole, mesh).to(device), tokenizer
+    loaded, tokenizer = _load_any(model, device, for_gpu=device.type == "cuda")
+    warn_of_fallbacks(loaded)
+    return loaded, tokenizer
+
+
+def _load_any(model: str, device: torch.device, *, for_gpu: bool) -> tuple[Any, Any]:
+    if method_of(Path(model).expanduser()) is None:
+        return load_float(model, device, for_gpu=for_gpu)
     name = expect_model(model)
     expect_tokenizer(name)
     quiet_transformers()
-    loaded = from_pretrained(name, device, dtype="auto" if device.type == "cuda" else torch.float32)
-    warn_of_fallbacks(loaded)
+    loaded = from_pretrained(name, device, dtype="auto" if for_gpu else torch.float32)
     return loaded, load_tokenizer(name)
 
 

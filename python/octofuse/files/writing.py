@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from octofuse.files import compressed_tensors_writing, own
-from octofuse.nn import QUANTISED
+from octofuse.nn import QUANTISED, GatheredLinear
 
 AUTO = "auto"
 _WRITTEN: dict[str, Any] = {"compressed-tensors": compressed_tensors_writing, "octofuse": own}
@@ -77,7 +77,9 @@ def attach(model: nn.Module) -> None:
 
 
 def quantised_layers(model: nn.Module) -> dict[str, Any]:
-    """ValueError if there are none."""
+    """ValueError if there are none, or parts of them alone."""
+    if any(isinstance(module, GatheredLinear) for module in model.modules()):
+        raise ValueError("model: expected a whole model, got one rank's part; save it before it is sharded")
     found = {name: module for name, module in model.named_modules() if isinstance(module, QUANTISED)}
     if not found:
         raise ValueError("model: expected a model that quantize_ has changed, got one without quantised layers")

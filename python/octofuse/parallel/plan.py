@@ -38,7 +38,11 @@ def part(sizes: tuple[int, ...], rank: int) -> range:
 
 @dataclass(frozen=True)
 class HeadShare:
-    """A rank's heads of one block. Where keys and values have fewer heads than there are ranks, several have the same."""
+    """A rank's heads of one block: those of some pairs of keys and values; where there are fewer of these than ranks,
+    several ranks have the same pair, and a part of its queries each.
+
+    ValueError where that does not come out even.
+    """
 
     whole: Heads
     rank: int
@@ -46,33 +50,38 @@ class HeadShare:
 
     def __post_init__(self) -> None:
         queries, pairs = self.whole.queries, self.whole.pairs
-        if queries % self.ranks != 0:
+        if pairs < self.ranks and (self.ranks % pairs != 0 or queries % self.ranks != 0):
             raise ValueError(
-                f"mesh: expected a number of ranks that divides {queries} heads of queries, got {self.ranks}"
-            )
-        if pairs % self.ranks != 0 and self.ranks % pairs != 0:
-            raise ValueError(
-                f"mesh: expected a number of ranks that divides {pairs} heads of keys and values, or is a multiple of it, "
-                f"got {self.ranks}"
+                f"mesh: expected at most {pairs} ranks for as many heads of keys and values, or a multiple of {pairs} that "
+                f"divides {queries} heads of queries, got {self.ranks}"
             )
 
     @property
+    def _pairs(self) -> tuple[int, ...]:
+        """Of each rank."""
+        return split(self.whole.pairs, self.ranks, 1) if self.whole.pairs >= self.ranks else (1,) * self.ranks
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Channels of each rank's queries."""
+        group = self.whole.queries // max(self.whole.pairs, self.ranks)
+        return tuple(own * group * self.whole.size for own in self._pairs)
+
+    @property
     def heads(self) -> Heads:
-        return replace(
-            self.whole, queries=self.whole.queries // self.ranks, pairs=max(1, self.whole.pairs // self.ranks)
-        )
+        return replace(self.whole, queries=self.widths[self.rank] // self.whole.size, pairs=self._pairs[self.rank])
 
     @property
     def queries(self) -> range:
         """Channels."""
-        return part((self.heads.width,) * self.ranks, self.rank)
+        return part(self.widths, self.rank)
 
     @property
     def pairs(self) -> range:
         """Channels."""
-        own = self.heads
-        first = self.rank * self.whole.pairs // self.ranks
-        return range(first * own.size, (first + own.pairs) * own.size)
+        size, pairs = self.whole.size, self.whole.pairs
+        first = sum(self._pairs[: self.rank]) if pairs >= self.ranks else self.rank * pairs // self.ranks
+        return range(first * size, (first + self._pairs[self.rank]) * size)
 
     def rows(self, linears: int, interleaved: bool) -> list[list[range]]:
         """Of each linear that makes queries, keys and values: three, or one that has them behind each other, or head by

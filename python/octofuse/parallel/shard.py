@@ -54,8 +54,8 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
         The model.
 
     Raises:
-        TypeError, ValueError: naming what is not as expected, before anything is changed: heads that the ranks do not
-            divide, ranks with other versions or models, a model that was sharded before.
+        TypeError, ValueError: naming what is not as expected, before anything is changed: more ranks than
+            heads, ranks with other versions or models, a model that was sharded before.
         RuntimeError: where torch.distributed was not initialised.
     """
     if share_of(model) is not None:
@@ -112,8 +112,7 @@ def _of_blocks(model: nn.Module, architecture: Architecture, shares: Sequence[He
         hidden = split(_sizes(layers[names.down])[1], group.ranks, _unit([layers[name] for name in names.up]))
         rows |= zip(names.up, rows_of_up(hidden, group.rank, len(names.up), names.gated), strict=True)
         pieces += [_Piece(f"{inside}.{name}", layers[name], own) for name, own in rows.items()]
-        widths = (share.heads.width,) * group.ranks
-        for name, inputs in ((names.projection, widths), (names.down, hidden)):
+        for name, inputs in ((names.projection, share.widths), (names.down, hidden)):
             pieces.append(_gathered(f"{inside}.{name}", layers[name], group, inputs))
     return pieces
 
