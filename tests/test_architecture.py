@@ -28,6 +28,7 @@ PYTHON = {
     "generate": {"engine", "models", "ops", "parallel"},
     "assets": set(),
     "doctor": {"_C", "ops", "reference"},
+    "__main__": {"cli"},
     "cli": {"_C", "assets", "doctor", "files", "generate", "layouts", "models", "nn", "ops", "parallel", "quant"},
 }
 
