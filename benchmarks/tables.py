@@ -205,6 +205,22 @@ def decoder_loads(gpu: str = "h200") -> str:
     return lines(("Llama-3.1-8B", "engine", "", "over fp16 (of the cache)"), rows)
 
 
+def parallel() -> str:
+    found = result("h200/parallel")
+    ranks = found["ranks"]
+    names = ("ms a token, one GPU", "ms a token", "over one GPU", "of the floor", f"predicted ms, {ranks}")
+    more = ("predicted ms, 4", "predicted ms, 8")
+    rows = [(row["model"], row["scheme"], *(f"{row[name]:.2f}" for name in (*names, *more))) for row in found["decode"]]
+    heads = ("one GPU, ms a token", f"{ranks} GPUs", "times as fast", "of the floor", f"predicted, {ranks}", "4", "8")
+    return lines(("model", "scheme", *heads), rows)
+
+
+def gathers() -> str:
+    found = result("h200/parallel")["gathers"]
+    sizes = [f"{row['bytes'] // 1024:,} KB" for row in found]
+    return lines(("gathered", *sizes), [("us", *(us(row["us"]) for row in found))])
+
+
 def decoders_h100() -> str:
     return decoders("h100")
 
@@ -284,7 +300,7 @@ def files() -> str:
 
 def versions() -> str:
     found = result("h200/gemm")
-    names = ("tests", "gemm", "float8", "decode", "gpt2", "lowbit", "codebook", "outliers", "files")
+    names = ("tests", "gemm", "float8", "decode", "gpt2", "lowbit", "codebook", "outliers", "files", "parallel")
     ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in names]
     return (
         f"One H200, torch {found['torch']}, driver {found['driver']}, cuBLASLt {found['cublaslt']}. `cpp/` was, for "
@@ -296,7 +312,8 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         highlights, schemes, costs, gemm, float8, lowbit, codebook, outliers, decoders, decoder_loads,
-        decoders_h100, decoder_loads_h100, gpt2, batches, files, cpu_avx2, cpu_avx512, llama_cpp, machines, tests, versions,
+        decoders_h100, decoder_loads_h100, parallel, gathers, gpt2, batches, files, cpu_avx2, cpu_avx512, llama_cpp,
+        machines, tests, versions,
     )
 }  # fmt: skip
 

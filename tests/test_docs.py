@@ -59,8 +59,9 @@ def test_code_blocks(page: str, code: str, tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text(code)
     source = os.pathsep.join((str(Path(octofuse.__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
     settings = os.environ | {"PYTHONPATH": source, "PYTHONWARNINGS": "ignore"}
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if "LOCAL_RANK" in code else []
     done = subprocess.run(
-        [sys.executable, "page.py"], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=240
+        [sys.executable, *ranks, "page.py"], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
 
