@@ -29,6 +29,7 @@ PYTHON = {
     "assets": set(),
     "doctor": {"_C", "ops", "reference"},
     "__main__": {"cli"},
+    "vllm": {"_C", "files", "ops", "quant"},
     "cli": {"_C", "assets", "doctor", "files", "generate", "layouts", "models", "nn", "ops", "parallel", "quant"},
 }
 

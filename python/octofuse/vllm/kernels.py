@@ -1,0 +1,148 @@
+"""vLLM's linear kernels, in terms of this library's ops. The interface is that of vLLM 0.33."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.kernels import linear as registry
+from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, MPLinearKernel, register_linear_kernel
+from vllm.model_executor.layers.quantization.utils import replace_parameter
+from vllm.model_executor.parameter import permute_param_layout_
+from vllm.platforms import PlatformEnum, current_platform
+
+from octofuse import _C
+from octofuse.files.words import unpack_words
+from octofuse.ops import quantized_linear, woq_linear
+from octofuse.quant.packing import pack, row_parts
+from octofuse.quant.weight_only import GROUPS
+
+LEAST_CAPABILITY = 80  # of kernels on tensor cores of int8
+WIDTHS = (2, 4, 8)  # whose codes fill a word
+
+
+def unsupported(compute_capability: int | None) -> str | None:
+    """Why this library has no kernels here, or None."""
+    if not current_platform.is_cuda():
+        return "octofuse's kernels need CUDA"
+    if not _C.build_info()["cuda"]:
+        return "this octofuse was built for the CPU only"
+    if compute_capability is None:
+        found = current_platform.get_device_capability()
+        compute_capability = None if found is None else found[0] * 10 + found[1]
+    if compute_capability is not None and compute_capability < LEAST_CAPABILITY:
+        return f"octofuse needs compute capability {LEAST_CAPABILITY}, got {compute_capability}"
+    return None
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class OctofuseInt8LinearKernel(Int8ScaledMMLinearKernel):  # type: ignore[misc]
+    """int8 weights and activations, symmetric; the scale of a token is found as it runs, or one is given for all. The bits
+    do not depend on the batch."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        reason = unsupported(compute_capability)
+        return reason is None, reason
+
+    @classmethod
+    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        if not c.input_symmetric:
+            return False, "octofuse quantises activations without a zero point"
+        return True, None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """The weight stays `[N, K]`; scales become fp32, one for each channel of a fused layer, or one."""
+        weight_name, weight_scale_name, input_scale_name, zero_name, adjustment_name = self.layer_param_names
+        replace_parameter(layer, weight_name, _frozen(getattr(layer, weight_name).data.contiguous()))
+        scale = getattr(layer, weight_scale_name).data.float().flatten()
+        if scale.numel() == len(layer.logical_widths) > 1 and not self.config.is_channelwise:  # one of each part
+            widths = torch.tensor(layer.logical_widths, device=scale.device)
+            scale = scale.repeat_interleave(widths)
+        replace_parameter(layer, weight_scale_name, _frozen(scale))
+        if self.config.is_static_input_scheme:
+            largest = getattr(layer, input_scale_name).data.float().max()
+            replace_parameter(layer, input_scale_name, _frozen(largest))
+        for name in (zero_name, adjustment_name):
+            setattr(layer, name, None)
+
+    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        weight, weight_scale, input_scale, _, _ = self._get_layer_params(layer)
+        return quantized_linear(
+            x.contiguous(), weight, weight_scale, bias,
+            x_scale=input_scale if self.config.is_static_input_scheme else None, constant_weight=True,
+        )  # fmt: skip
+
+
+class OctofuseMPLinearKernel(MPLinearKernel):  # type: ignore[misc]
+    """Weights of 2, 4 or 8 bits beside activations in fp16 or bf16."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return LEAST_CAPABILITY
+
+    @classmethod
+    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        if (reason := unsupported(None)) is not None:
+            return False, reason
+        kind = c.weight_type
+        if not kind.is_integer() or kind.is_signed() or kind.size_bits not in WIDTHS:
+            return False, f"octofuse takes unsigned codes of {', '.join(map(str, WIDTHS))} bits, got {kind}"
+        if kind.has_bias() == c.zero_points:
+            return False, f"octofuse takes zero points or one zero for all, got {kind} with zero_points={c.zero_points}"
+        if c.act_type not in (torch.float16, torch.bfloat16):
+            return False, f"octofuse takes activations in float16 or bfloat16, got {c.act_type}"
+        if c.group_size not in (-1, *GROUPS):
+            return False, f"octofuse takes groups of {', '.join(map(str, GROUPS))} or a row, got {c.group_size}"
+        return True, None
+
+    @property
+    def _group(self) -> int | None:
+        return None if self.config.group_size == -1 else self.config.group_size
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Codes are packed anew, scales lie `[G, N]`, zero points as uint8 `[G, N]`."""
+        bits = self.config.weight_type.size_bits
+        k, n = self.config.partition_weight_shape
+
+        def packed(stored: Any) -> Tensor:
+            words = permute_param_layout_(stored, input_dim=0, output_dim=1, packed_dim=0).data.t()
+            return torch.cat([pack(unpack_words(part, bits, k), bits) for part in row_parts(words.contiguous())])
+
+        def scales(stored: Any) -> Tensor:
+            found: Tensor = permute_param_layout_(stored, input_dim=0, output_dim=1).data
+            return found.to(self.config.act_type).contiguous()
+
+        def zeros(stored: Any) -> Tensor:
+            words = permute_param_layout_(stored, input_dim=0, output_dim=1, packed_dim=1).data
+            return unpack_words(words.contiguous(), bits, n).to(torch.uint8).contiguous()
+
+        self._transform_param(layer, self.w_q_name, packed)
+        self._transform_param(layer, self.w_s_name, scales)
+        if self.config.zero_points:
+            self._transform_param(layer, self.w_zp_name, zeros)
+
+    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        weight, scale, zero = self._get_weight_params(layer)
+        kind = self.config.weight_type
+        return woq_linear(
+            x.contiguous(), weight, scale, zero if self.config.zero_points else kind.bias, bias, bits=kind.size_bits,
+            group=self._group, constant_weight=True,
+        )  # fmt: skip
+
+
+def register_in(*, first: bool) -> None:
+    """Append both to vLLM's lists, once; first: in front of the others."""
+    lists = {"int8": registry._POSSIBLE_INT8_KERNELS, "mp": registry._POSSIBLE_KERNELS}
+    for kind, kernel in (("int8", OctofuseInt8LinearKernel), ("mp", OctofuseMPLinearKernel)):
+        known = lists[kind].get(PlatformEnum.CUDA, [])
+        if kernel in known:
+            continue
+        register_linear_kernel(kernel, PlatformEnum.CUDA, kind)
+        if first:
+            known = lists[kind][PlatformEnum.CUDA]
+            known.insert(0, known.pop())

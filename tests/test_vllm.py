@@ -1,0 +1,277 @@
+"""The kernels that vLLM gets, against the interface files of the real vLLM: its base classes, parameters, scalar types and
+registry, loaded without the rest of it.
+
+They are read from an installed vLLM, or from a folder OCTOFUSE_VLLM_FILES with its wheel unpacked.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+import octofuse
+from octofuse.files.words import pack_words
+
+
+def files_of_vllm() -> Path | None:
+    if named := os.environ.get("OCTOFUSE_VLLM_FILES"):
+        return Path(named) / "vllm"
+    found = importlib.util.find_spec("vllm")
+    return None if found is None or found.origin is None else Path(found.origin).parent
+
+
+FILES = files_of_vllm()
+pytestmark = pytest.mark.skipif(FILES is None, reason="no vLLM here, and OCTOFUSE_VLLM_FILES names no files of one")
+
+KERNELS = "vllm.model_executor.kernels"
+QUANTIZATION = "vllm.model_executor.layers.quantization"
+# Packages whose files are loaded one by one, so that their __init__ imports nothing.
+PACKAGES = ("vllm", "vllm.model_executor", "vllm.model_executor.layers", "vllm.model_executor.layers.fusion", QUANTIZATION,
+            KERNELS, f"{KERNELS}.linear", f"{KERNELS}.linear.scaled_mm", f"{KERNELS}.linear.mixed_precision")  # fmt: skip
+
+
+class PlatformEnum(enum.Enum):
+    CUDA = 1
+    CPU = 2
+
+
+class Registry(SimpleNamespace):
+    """vLLM's lists of kernels, with its own `register_linear_kernel`."""
+
+    def __init__(self, source: str) -> None:
+        function = next(
+            node for node in ast.parse(source).body
+            if isinstance(node, ast.FunctionDef) and node.name == "register_linear_kernel"
+        )  # fmt: skip
+        names = [
+            node.id for node in ast.walk(function) if isinstance(node, ast.Name) and node.id.startswith("_POSSIBLE")
+        ]
+        self.lists: dict[str, Any] = {name: {PlatformEnum.CUDA: ["theirs", "other"]} for name in names}
+        self.lists["PlatformEnum"] = PlatformEnum
+        exec(compile(ast.Module([function], []), "registry", "exec"), self.lists)
+
+
+def module(name: str, **contents: Any) -> ModuleType:
+    made = ModuleType(name)
+    vars(made).update(contents)
+    return made
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`octofuse.vllm.kernels` over the real interface."""
+    assert FILES is not None
+    for name in [name for name in sys.modules if name == "vllm" or name.startswith(("vllm.", "octofuse.vllm"))]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in PACKAGES:
+        package = module(name, __path__=[str(FILES.joinpath(*name.split(".")[1:]))])
+        monkeypatch.setitem(sys.modules, name, package)
+    platform = SimpleNamespace(
+        is_cuda=lambda: True, get_device_capability=lambda: (9, 0), use_sync_weight_loader=lambda: False
+    )
+    stubs = (
+        module("vllm.logger", init_logger=logging.getLogger),
+        module("vllm.platforms", PlatformEnum=PlatformEnum, current_platform=platform),
+        module("vllm.distributed", get_tensor_model_parallel_rank=int, get_tensor_model_parallel_world_size=lambda: 1),
+        module("vllm.model_executor.utils", replace_parameter=replaced),
+        module(
+            "vllm.model_executor.layers.fusion.quant_activation",
+            QuantizedActivation=object,
+            as_quantized_activation=None,
+        ),
+        module(f"{QUANTIZATION}.input_quant_fp8", QuantFP8=object),
+        module(f"{QUANTIZATION}.utils.quant_utils", QuantKey=object),
+    )
+    importlib.invalidate_caches()
+    for stub in stubs:
+        monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    registry = sys.modules[f"{KERNELS}.linear"]
+    scaled = importlib.import_module(f"{KERNELS}.linear.scaled_mm.ScaledMMLinearKernel")
+    mixed = importlib.import_module(f"{KERNELS}.linear.mixed_precision.MPLinearKernel")
+    lists = Registry((FILES / "model_executor/kernels/linear/__init__.py").read_text()).lists
+    vars(registry).update(
+        lists, Int8ScaledMMLinearKernel=scaled.Int8ScaledMMLinearKernel, MPLinearKernel=mixed.MPLinearKernel
+    )
+    found = importlib.import_module("octofuse.vllm.kernels")
+    monkeypatch.setattr(found, "unsupported", lambda capability: None)
+    yield SimpleNamespace(
+        own=found, registry=registry, scaled=scaled, mixed=mixed,
+        types=importlib.import_module("vllm.scalar_type").scalar_types,
+        parameter=importlib.import_module("vllm.model_executor.parameter"), platform=platform,
+    )  # fmt: skip
+    for name in [name for name in sys.modules if name.startswith(("vllm.", "octofuse.vllm"))]:
+        del sys.modules[name]
+
+
+def replaced(layer: nn.Module, name: str, new: Tensor) -> None:
+    setattr(layer, name, new)
+
+
+NAMES = ("weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj")
+
+
+def int8_layer(kernels: Any, *, static: bool, channels: bool, widths: list[int], k: int = 96) -> tuple[Any, nn.Module]:
+    g = torch.Generator().manual_seed(len(widths))
+    layer: Any = nn.Module()
+    n = sum(widths)
+    layer.logical_widths = widths
+    layer.weight = nn.Parameter(torch.randint(-127, 128, (n, k), generator=g, dtype=torch.int8), requires_grad=False)
+    scales = (n, 1) if channels else (len(widths),)
+    layer.weight_scale = nn.Parameter(torch.rand(scales, generator=g) / 100 + 0.001, requires_grad=False)
+    parts = torch.rand(len(widths), generator=g) / 10 + 0.01 if static else None
+    layer.input_scale = None if parts is None else nn.Parameter(parts, requires_grad=False)
+    layer.input_zero_point = layer.azp_adj = None
+    config = kernels.scaled.Int8ScaledMMLinearLayerConfig(static, channels, True, len(widths) > 1)
+    assert kernels.own.OctofuseInt8LinearKernel.can_implement(config) == (True, None)
+    return kernels.own.OctofuseInt8LinearKernel(config, NAMES), layer
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("widths", [[40], [32, 16, 16]])
+def test_int8(kernels: Any, static: bool, channels: bool, widths: list[int]) -> None:
+    kernel, layer = int8_layer(kernels, static=static, channels=channels, widths=widths)
+    weight = layer.weight.clone().float()
+    scale = layer.weight_scale.flatten()
+    if not channels:
+        scale = scale.repeat_interleave(torch.tensor(widths))
+    input_scale = None if not static else layer.input_scale.max()
+    kernel.process_weights_after_loading(layer)
+    kernel.process_weights_after_loading(layer)  # as vLLM does when weights are loaded again
+    x, bias = torch.randn(3, 5, 96), torch.randn(sum(widths))
+    step = x.abs().amax(-1, keepdim=True) / 127 if input_scale is None else input_scale
+    codes = (x / step).round().clamp(-127, 127)
+    want = linear(codes, weight) * step * scale + bias
+    got = kernel.apply_weights(layer, x, bias)
+    assert got.shape == (3, 5, sum(widths))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+    for rows in (x[1, 2:3], x[2]):
+        alone = kernel.apply_weights(layer, rows, bias)
+        assert torch.equal(alone, got[1, 2:3] if rows.shape[0] == 1 else got[2]), "no token depends on the others"
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda y: kernel.apply_weights(layer, y, bias), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), got)
+
+
+def test_int8_declines_zero_points(kernels: Any) -> None:
+    config = kernels.scaled.Int8ScaledMMLinearLayerConfig(False, True, False)
+    assert kernels.own.OctofuseInt8LinearKernel.can_implement(config) == (
+        False,
+        "octofuse quantises activations without a zero point",
+    )
+
+
+@pytest.mark.parametrize("input_first", [False, True])
+@pytest.mark.parametrize(("bits", "zeros"), [(4, False), (4, True), (8, False), (2, True)])
+@pytest.mark.parametrize("group", [-1, 32])
+def test_weights_of_few_bits(kernels: Any, bits: int, zeros: bool, group: int, input_first: bool) -> None:
+    """In either order of a weight's dimensions: files of compressed-tensors, and of GPTQ."""
+    k, n = 128, 48
+    g = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 1 << bits, (n, k), generator=g)
+    groups = 1 if group == -1 else k // group
+    scale = torch.rand(groups, n, generator=g).half() / (1 << bits)
+    zero = torch.randint(0, 1 << bits, (groups, n), generator=g) if zeros else torch.full((groups, n), 1 << bits - 1)
+    kind = getattr(kernels.types, f"uint{bits}" if zeros else f"uint{bits}b{1 << bits - 1}")
+    layer: Any = nn.Module()
+    dims = {"input_dim": 0, "output_dim": 1} if input_first else {"input_dim": 1, "output_dim": 0}
+    loader = {"weight_loader": lambda *_: None}
+    words, scales = pack_words(codes, bits), scale.t().contiguous()
+    packed_zeros = pack_words(zero, bits)  # [G, N / pack]
+    if input_first:
+        words, scales = words.t().contiguous(), scale
+    else:
+        packed_zeros = packed_zeros.t().contiguous()
+    make = kernels.parameter
+    pack = {"packed_factor": 32 // bits}
+    layer.weight_packed = make.PackedvLLMParameter(data=words, packed_dim=dims["input_dim"], **dims, **pack, **loader)
+    layer.weight_scale = make.GroupQuantScaleParameter(data=scales, **dims, **loader)
+    if zeros:
+        layer.weight_zero_point = make.PackedvLLMParameter(
+            data=packed_zeros, packed_dim=dims["output_dim"], **dims, **pack, **loader
+        )
+    config = kernels.mixed.MPLinearLayerConfig((k, n), (k, n), kind, torch.float16, group, zeros)
+    assert kernels.own.OctofuseMPLinearKernel.can_implement(config) == (True, None)
+    kernel = kernels.own.OctofuseMPLinearKernel(config, "weight_packed", "weight_scale", "weight_zero_point")
+    kernel.process_weights_after_loading(layer)
+    x, bias = torch.randn(2, 3, k).half(), torch.randn(n).half()
+    spread = [t.repeat_interleave(k // groups, 0).t().double() for t in (zero, scale)]
+    weight = (codes - spread[0]) * spread[1]
+    got = kernel.apply_weights(layer, x, bias)
+    want = linear(x.double(), weight, bias.double())
+    torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=2e-3)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda y: kernel.apply_weights(layer, y, bias), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), got)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"weight_type": "int4"}, "octofuse takes unsigned codes of 2, 4, 8 bits, got int4"),
+        ({"weight_type": "uint3b4"}, "octofuse takes unsigned codes of 2, 4, 8 bits, got uint3b4"),
+        ({"weight_type": "float8_e4m3fn"}, "octofuse takes unsigned codes of 2, 4, 8 bits, got float8_e4m3fn"),
+        ({"zero_points": True}, "octofuse takes zero points or one zero for all, got uint4b8 with zero_points=True"),
+        ({"act_type": torch.float32}, "octofuse takes activations in float16 or bfloat16, got torch.float32"),
+        ({"group_size": 48}, "octofuse takes groups of 32, 64, 128, 256 or a row, got 48"),
+    ],
+)
+def test_what_is_declined(kernels: Any, change: dict[str, Any], reason: str) -> None:
+    given = {"weight_type": "uint4b8", "act_type": torch.float16, "group_size": 128, "zero_points": False} | change
+    kind = getattr(kernels.types, given.pop("weight_type"))
+    config = kernels.mixed.MPLinearLayerConfig((256, 64), (256, 64), kind, **given)
+    assert kernels.own.OctofuseMPLinearKernel.can_implement(config) == (False, reason)
+
+
+@pytest.mark.parametrize("place", ["last", "first", "off"])
+def test_registering(kernels: Any, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTOFUSE_VLLM", place)
+    register = importlib.import_module("octofuse.vllm").register
+    for _ in range(2):  # vLLM loads plug-ins in each of its processes, some of them twice
+        register()
+    for found, own in (
+        (kernels.registry._POSSIBLE_INT8_KERNELS, kernels.own.OctofuseInt8LinearKernel),
+        (kernels.registry._POSSIBLE_KERNELS, kernels.own.OctofuseMPLinearKernel),
+    ):
+        theirs = ["theirs", "other"]
+        want = {"last": [*theirs, own], "first": [own, *theirs], "off": theirs}[place]
+        assert found[PlatformEnum.CUDA] == want
+    monkeypatch.setenv("OCTOFUSE_VLLM", "maybe")
+    with pytest.raises(ValueError, match="OCTOFUSE_VLLM: expected last, first, off, got 'maybe'"):
+        register()
+
+
+def test_another_interface_is_no_error(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(kernels.registry, "register_linear_kernel")
+    monkeypatch.delitem(sys.modules, "octofuse.vllm.kernels")
+    importlib.import_module("octofuse.vllm").register()
+    assert "octofuse registers no kernels: this vLLM has another interface" in caplog.text
+
+
+def test_where_it_is_supported(kernels: Any) -> None:
+    source = importlib.util.find_spec("octofuse.vllm.kernels")
+    assert source is not None
+    plain = importlib.util.module_from_spec(source)
+    assert source.loader is not None
+    source.loader.exec_module(plain)
+    built = bool(octofuse._C.build_info()["cuda"])  # type: ignore[attr-defined]
+    assert plain.unsupported(75) == (
+        "octofuse needs compute capability 80, got 75" if built else "this octofuse was built for the CPU only"
+    )
+    kernels.platform.is_cuda = lambda: False
+    assert plain.OctofuseInt8LinearKernel.is_supported(90) == (False, "octofuse's kernels need CUDA")
