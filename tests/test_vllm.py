@@ -13,9 +13,10 @@ import importlib.util
 import logging
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -43,25 +44,54 @@ PACKAGES = ("vllm", "vllm.model_executor", "vllm.model_executor.layers", "vllm.m
             KERNELS, f"{KERNELS}.linear", f"{KERNELS}.linear.scaled_mm", f"{KERNELS}.linear.mixed_precision")  # fmt: skip
 
 
+E4M3 = torch.float8_e4m3fn
+
+
 class PlatformEnum(enum.Enum):
     CUDA = 1
     CPU = 2
 
 
-class Registry(SimpleNamespace):
-    """vLLM's lists of kernels, with its own `register_linear_kernel`."""
+def parts_of(path: Path, names: tuple[str, ...], scope: dict[str, Any]) -> dict[str, Any]:
+    """These classes, functions and assignments of a real file, alone, in a scope with what else they need."""
 
-    def __init__(self, source: str) -> None:
-        function = next(
-            node for node in ast.parse(source).body
-            if isinstance(node, ast.FunctionDef) and node.name == "register_linear_kernel"
-        )  # fmt: skip
-        names = [
-            node.id for node in ast.walk(function) if isinstance(node, ast.Name) and node.id.startswith("_POSSIBLE")
-        ]
-        self.lists: dict[str, Any] = {name: {PlatformEnum.CUDA: ["theirs", "other"]} for name in names}
-        self.lists["PlatformEnum"] = PlatformEnum
-        exec(compile(ast.Module([function], []), "registry", "exec"), self.lists)
+    def name_of(node: Any) -> str:
+        return getattr(node, "name", None) or ast.unparse(node.targets[0] if hasattr(node, "targets") else node)
+
+    nodes = [node for node in ast.parse(path.read_text()).body if name_of(node).split(".")[0] in names]
+    exec(compile(ast.Module(nodes, []), str(path), "exec"), scope)
+    return scope
+
+
+def registry_of(files: Path) -> dict[str, Any]:
+    """vLLM's lists of kernels, with its own `register_linear_kernel`."""
+    lists = ("_POSSIBLE_KERNELS", "_POSSIBLE_INT8_KERNELS", "_POSSIBLE_FP8_KERNELS")
+    scope: dict[str, Any] = {name: {PlatformEnum.CUDA: ["theirs", "other"]} for name in lists}
+    source = files / "model_executor/kernels/linear/__init__.py"
+    return parts_of(source, ("register_linear_kernel",), scope | {"PlatformEnum": PlatformEnum})
+
+
+def keys_of(files: Path) -> dict[str, Any]:
+    """vLLM's descriptions of a quantisation."""
+    scope = {
+        "torch": torch, "NamedTuple": NamedTuple, "ClassVar": ClassVar, "dataclass": dataclass, "ScalarType": object,
+        "_dtype_abbr": str, "__name__": __name__,
+    }  # fmt: skip
+    names = ("_GroupShape", "GroupShape", "ScaleDesc", "QuantKey")
+    return parts_of(files / "model_executor/layers/quantization/utils/quant_utils.py", names, scope)
+
+
+class QuantFP8:
+    """In place of vLLM's, which is one of its own kernels."""
+
+    def __init__(self, static: bool, group_shape: Any, num_token_padding: int | None = None) -> None:
+        self.by_token = group_shape.is_per_token()
+
+    def __call__(self, x: Tensor, scale: Tensor | None, _: Tensor | None) -> tuple[Tensor, Tensor]:
+        if scale is None and self.by_token:
+            return octofuse.quantize_per_token(x, E4M3)
+        found = x.float().abs().amax() / 448 if scale is None else scale
+        return octofuse.quantize_per_tensor(x, found, E4M3), found
 
 
 def module(name: str, **contents: Any) -> ModuleType:
@@ -80,7 +110,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
         package = module(name, __path__=[str(FILES.joinpath(*name.split(".")[1:]))])
         monkeypatch.setitem(sys.modules, name, package)
     platform = SimpleNamespace(
-        is_cuda=lambda: True, get_device_capability=lambda: (9, 0), use_sync_weight_loader=lambda: False
+        is_cuda=lambda: True,
+        get_device_capability=lambda: (9, 0),
+        use_sync_weight_loader=lambda: False,
+        fp8_dtype=lambda: E4M3,
     )
     stubs = (
         module("vllm.logger", init_logger=logging.getLogger),
@@ -90,9 +123,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
         module(
             "vllm.model_executor.layers.fusion.quant_activation",
             QuantizedActivation=object,
-            as_quantized_activation=None,
+            as_quantized_activation=lambda x, key: None,
         ),
-        module(f"{QUANTIZATION}.input_quant_fp8", QuantFP8=object),
+        module(f"{QUANTIZATION}.input_quant_fp8", QuantFP8=QuantFP8),
         module(f"{QUANTIZATION}.utils.quant_utils", QuantKey=object),
     )
     importlib.invalidate_caches()
@@ -101,12 +134,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     registry = sys.modules[f"{KERNELS}.linear"]
     scaled = importlib.import_module(f"{KERNELS}.linear.scaled_mm.ScaledMMLinearKernel")
     mixed = importlib.import_module(f"{KERNELS}.linear.mixed_precision.MPLinearKernel")
-    lists = Registry((FILES / "model_executor/kernels/linear/__init__.py").read_text()).lists
     vars(registry).update(
-        lists, Int8ScaledMMLinearKernel=scaled.Int8ScaledMMLinearKernel, MPLinearKernel=mixed.MPLinearKernel
-    )
+        registry_of(FILES), Int8ScaledMMLinearKernel=scaled.Int8ScaledMMLinearKernel, MPLinearKernel=mixed.MPLinearKernel,
+        FP8ScaledMMLinearKernel=scaled.FP8ScaledMMLinearKernel,
+    )  # fmt: skip
     found = importlib.import_module("octofuse.vllm.kernels")
-    monkeypatch.setattr(found, "unsupported", lambda capability: None)
+    monkeypatch.setattr(found, "unsupported", lambda *_: None)
     yield SimpleNamespace(
         own=found, registry=registry, scaled=scaled, mixed=mixed,
         types=importlib.import_module("vllm.scalar_type").scalar_types,
@@ -172,6 +205,42 @@ def test_int8_declines_zero_points(kernels: Any) -> None:
         False,
         "octofuse quantises activations without a zero point",
     )
+
+
+@pytest.mark.parametrize("weights", ["PER_TENSOR", "PER_CHANNEL"])
+@pytest.mark.parametrize(("activations", "static"), [("PER_TENSOR", True), ("PER_TENSOR", False), ("PER_TOKEN", False)])
+def test_fp8(kernels: Any, weights: str, activations: str, static: bool) -> None:
+    assert FILES is not None
+    keys = keys_of(FILES)
+    shapes, n, k = keys["GroupShape"], 48, 96
+
+    def key(still: bool, shape: Any) -> Any:
+        return keys["QuantKey"](E4M3, keys["ScaleDesc"](torch.float32, still, shape))
+
+    of_both = [key(True, getattr(shapes, weights)), key(static, getattr(shapes, activations))]
+    more = ((n, k), torch.bfloat16, torch.bfloat16)
+    config = kernels.scaled.FP8ScaledMMLinearLayerConfig(*of_both, *more)
+    own = kernels.own.OctofuseFP8LinearKernel
+    assert own.can_implement(config) == (True, None)
+    kernel = own(config, ("weight", "weight_scale", "input_scale", "input_scale_ub"))
+    layer: Any = nn.Module()
+    w = torch.randn(n, k).to(E4M3)
+    layer.weight = nn.Parameter(w.t(), requires_grad=False)  # as vLLM's methods leave it
+    scale = torch.rand(n, 1) / 50 if weights == "PER_CHANNEL" else torch.tensor(0.02)
+    layer.weight_scale = nn.Parameter(scale, requires_grad=False)
+    layer.input_scale = nn.Parameter(torch.tensor(0.01), requires_grad=False) if static else None
+    kernel.process_weights_after_loading(layer)
+    x, bias = torch.randn(2, 3, k).bfloat16(), torch.randn(n).bfloat16()
+    got = kernel.apply_weights(layer, x, bias)
+    q, step = kernel.quant_fp8(x.view(-1, k), layer.input_scale, None)
+    want = linear(q.double() * step.double(), w.double() * layer.weight_scale.double(), bias.double())
+    assert got.shape == (2, 3, n)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double().view(-1, n), want, rtol=1e-2, atol=1e-2)
+    blocks = kernels.scaled.FP8ScaledMMLinearLayerConfig(of_both[0], key(False, shapes(1, 128)), *more)
+    served, reason = own.can_implement(blocks)
+    assert not served
+    assert reason.startswith("octofuse takes scales of tokens or one, got QuantKey(")
 
 
 @pytest.mark.parametrize("input_first", [False, True])
@@ -244,6 +313,7 @@ def test_registering(kernels: Any, place: str, monkeypatch: pytest.MonkeyPatch) 
         register()
     for found, own in (
         (kernels.registry._POSSIBLE_INT8_KERNELS, kernels.own.OctofuseInt8LinearKernel),
+        (kernels.registry._POSSIBLE_FP8_KERNELS, kernels.own.OctofuseFP8LinearKernel),
         (kernels.registry._POSSIBLE_KERNELS, kernels.own.OctofuseMPLinearKernel),
     ):
         theirs = ["theirs", "other"]

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register an int8 linear and one with weights of 2, 4 or 8 bits, in every process of vLLM.
+    """Register linears in int8, in FP8 and with weights of 2, 4 or 8 bits, in every process of vLLM.
 
     ValueError for a word in OCTOFUSE_VLLM that means nothing; a vLLM with another interface gets a warning and no kernels.
     """

@@ -7,22 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.kernels import linear as registry
-from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, MPLinearKernel, register_linear_kernel
+from vllm.model_executor.kernels.linear import (
+    FP8ScaledMMLinearKernel,
+    Int8ScaledMMLinearKernel,
+    MPLinearKernel,
+    register_linear_kernel,
+)
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 from vllm.model_executor.parameter import permute_param_layout_
 from vllm.platforms import PlatformEnum, current_platform
 
 from octofuse import _C
 from octofuse.files.words import unpack_words
-from octofuse.ops import quantized_linear, woq_linear
+from octofuse.ops import linear, quantized_linear, woq_linear
 from octofuse.quant.packing import pack, row_parts
 from octofuse.quant.weight_only import GROUPS
 
 LEAST_CAPABILITY = 80  # of kernels on tensor cores of int8
+FLOAT8_CAPABILITY = 90  # of its own kernels
 WIDTHS = (2, 4, 8)  # whose codes fill a word
 
 
-def unsupported(compute_capability: int | None) -> str | None:
+def unsupported(compute_capability: int | None, least: int = LEAST_CAPABILITY) -> str | None:
     """Why this library has no kernels here, or None."""
     if not current_platform.is_cuda():
         return "octofuse's kernels need CUDA"
@@ -31,8 +37,8 @@ def unsupported(compute_capability: int | None) -> str | None:
     if compute_capability is None:
         found = current_platform.get_device_capability()
         compute_capability = None if found is None else found[0] * 10 + found[1]
-    if compute_capability is not None and compute_capability < LEAST_CAPABILITY:
-        return f"octofuse needs compute capability {LEAST_CAPABILITY}, got {compute_capability}"
+    if compute_capability is not None and compute_capability < least:
+        return f"octofuse needs compute capability {least}, got {compute_capability}"
     return None
 
 
@@ -76,6 +82,34 @@ class OctofuseInt8LinearKernel(Int8ScaledMMLinearKernel):  # type: ignore[misc]
             x.contiguous(), weight, weight_scale, bias,
             x_scale=input_scale if self.config.is_static_input_scheme else None, constant_weight=True,
         )  # fmt: skip
+
+
+class OctofuseFP8LinearKernel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
+    """e4m3 weights and activations with scales of channels or tensors, and of tokens or tensors, which vLLM quantises."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        reason = unsupported(compute_capability, FLOAT8_CAPABILITY)
+        return reason is None, reason
+
+    @classmethod
+    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        weights, activations = (key.scale.group_shape for key in (c.weight_quant_key, c.activation_quant_key))
+        if not (weights.is_per_tensor() or weights.is_per_channel()):
+            return False, f"octofuse takes scales of a weight's channels or one, got {c.weight_quant_key}"
+        if not (activations.is_per_tensor() or activations.is_per_token()):
+            return False, f"octofuse takes scales of tokens or one, got {c.activation_quant_key}"
+        return True, None
+
+    def apply_scaled_mm(
+        self, *, A: Tensor, B: Tensor, out_dtype: torch.dtype, As: Tensor, Bs: Tensor, bias: Tensor | None,
+        output_shape: list[int],
+    ) -> Tensor:  # fmt: skip
+        """A `[M, K]`; B `[K, N]`, a weight `[N, K]` transposed."""
+        y = linear(
+            A, B.t(), As, Bs, bias, out_dtype=out_dtype, fast_accumulate=True, constant_weight=True
+        )  # fmt: skip
+        return y.view(output_shape)
 
 
 class OctofuseMPLinearKernel(MPLinearKernel):  # type: ignore[misc]
@@ -136,13 +170,16 @@ class OctofuseMPLinearKernel(MPLinearKernel):  # type: ignore[misc]
 
 
 def register_in(*, first: bool) -> None:
-    """Append both to vLLM's lists, once; first: in front of the others."""
-    lists = {"int8": registry._POSSIBLE_INT8_KERNELS, "mp": registry._POSSIBLE_KERNELS}
-    for kind, kernel in (("int8", OctofuseInt8LinearKernel), ("mp", OctofuseMPLinearKernel)):
-        known = lists[kind].get(PlatformEnum.CUDA, [])
-        if kernel in known:
+    """Append them to vLLM's lists, once; first: in front of the others."""
+    kernels = (
+        ("int8", registry._POSSIBLE_INT8_KERNELS, OctofuseInt8LinearKernel),
+        ("fp8", registry._POSSIBLE_FP8_KERNELS, OctofuseFP8LinearKernel),
+        ("mp", registry._POSSIBLE_KERNELS, OctofuseMPLinearKernel),
+    )
+    for kind, known, kernel in kernels:
+        if kernel in known.get(PlatformEnum.CUDA, []):
             continue
         register_linear_kernel(kernel, PlatformEnum.CUDA, kind)
         if first:
-            known = lists[kind][PlatformEnum.CUDA]
-            known.insert(0, known.pop())
+            of_cuda = known[PlatformEnum.CUDA]
+            of_cuda.insert(0, of_cuda.pop())
