@@ -61,9 +61,11 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
     if share_of(model) is not None:
         raise ValueError(f"model: expected a whole model, got a part of one ({share_of(model).group})")  # type: ignore[union-attr]
     group = Group(mesh)
+    group.check_alike(
+        {"the model": _digest(model)}
+    )  # first: what one rank alone refused would leave the others waiting
     architecture = architecture_of(model)
     shares = [HeadShare(heads, group.rank, group.ranks) for heads in architecture.heads]
-    group.check_alike({"the model": _digest(model)})
     pieces = _of_blocks(model, architecture, shares, group)
     if (head := _of_head(model, architecture, group)) is not None:
         pieces.append(head)
@@ -79,7 +81,8 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
 def _digest(model: Any) -> str:
     """Of what has to be the same on all ranks: names and shapes of its tensors, and its config."""
     shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
-    config = {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
+    described = getattr(model, "config", None)
+    config = {} if described is None else {key: value for key, value in described.to_dict().items() if key[:1] != "_"}
     text = f"{type(model).__name__} {shapes} {sorted(config.items(), key=str)}"
     return f"{type(model).__name__} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
