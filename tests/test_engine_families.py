@@ -46,14 +46,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {kind: (kind, {}) for kind in 
 SCHEMES = ("w8a8-dynamic", "w8a8-static-smooth", "w8a16", "w4a16-g32-zp", "bcq-q3-g32", "w8a16-fp8")
 
 
-def model_of(variant: str) -> Any:
-    kind, settings = VARIANTS[variant]
+def made(kind: str, settings: dict[str, Any]) -> Any:
     model = small(kind, **settings)
     with torch.no_grad():
         for parameter in model.parameters():  # random models are all but linear otherwise
             if parameter.dim() == 2:
                 parameter.mul_(4.0)
     return model
+
+
+def model_of(variant: str) -> Any:
+    return made(*VARIANTS[variant])
 
 
 def on_gpu(model: Any) -> Any:

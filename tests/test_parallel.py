@@ -26,7 +26,7 @@ from octofuse.parallel import Group, shard_
 from octofuse.parallel.plan import HeadShare, part, split
 from octofuse.quant import scheme_named
 from ranks import DeviceMesh, on_ranks
-from test_engine_families import decoded_logits, on_gpu, tokens_of
+from test_engine_families import decoded_logits, made, on_gpu, tokens_of
 from test_models_families import small
 
 GQA = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
@@ -51,12 +51,7 @@ SCHEMES = ("w8a8-dynamic", "w8a8-static", "w8a8-static-tensor", "fp8-dynamic", "
 
 
 def model_of(family: str, scheme: str | None) -> Any:
-    kind, settings = FAMILIES[family]
-    model = small(kind, **settings)
-    with torch.no_grad():
-        for parameter in model.parameters():  # random models are all but linear otherwise
-            if parameter.dim() == 2:
-                parameter.mul_(4.0)
+    model = made(*FAMILIES[family])
     if scheme is None:
         return model
     exceptions = {"lm_head": "w8a8-dynamic"} if scheme == "w8a8-dynamic" and family != "llama, tied" else None
@@ -103,8 +98,8 @@ WIDER: dict[str, dict[str, Any]] = {
 def differences_on_gpus(mesh: DeviceMesh, cases: list[tuple[str, str]]) -> list[str]:
     wrong = []
     for kind, scheme in cases:
-        made = small(kind, **WIDER.get(kind, WIDE))
-        model = on_gpu(quantize_(made, scheme, [tokens_of(2, 30)], progress=False))
+        plain = small(kind, **WIDER.get(kind, WIDE))
+        model = on_gpu(quantize_(plain, scheme, [tokens_of(2, 30)], progress=False))
         tokens = tokens_of(3, 20).cuda()
         whole = copy.deepcopy(model)
         want, new = decoded_logits(whole, tokens, 14), Generator(whole)(PROMPTS, 20)
@@ -146,8 +141,8 @@ def test_plans() -> None:
 def test_rows_are_those_of_the_whole(scheme: str, runs: list[range]) -> None:
     if scheme == "fp8-block128":
         runs = [range(128, 300)] if len(runs) == 1 else [range(128), range(256, 300)]
-    made = nn.Linear(128, 300 if scheme == "fp8-block128" else 40)
-    whole: Any = quantised_layer(made, scheme_named(scheme), amax=torch.tensor(3.0))
+    plain = nn.Linear(128, 300 if scheme == "fp8-block128" else 40)
+    whole: Any = quantised_layer(plain, scheme_named(scheme), amax=torch.tensor(3.0))
     x = torch.randn(3, 128)
     want = torch.cat([whole(x)[:, run.start : run.stop] for run in runs], -1)
     if scheme == "fp8-delayed":
