@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -34,8 +33,6 @@ def _rank(
         result["error"] = traceback.format_exc()
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort a process whose interpreter ends before them
 
 
 def on_ranks(ranks: int, folder: Path, work: Callable[..., Any], *arguments: Any, device: str = "cpu") -> list[Any]:

@@ -76,7 +76,15 @@ def differences(mesh: DeviceMesh, cases: list[tuple[str, str]]) -> list[str]:
 
 
 CASES = [("llama", scheme) for scheme in SCHEMES] + [(family, "w8a8-dynamic") for family in FAMILIES]
-CASES += [("gpt2", "w8a8-static"), ("phi3", "w4a16-g32-zp"), ("gpt_neox", "bcq-q2-g32"), ("qwen3", "fp8-dynamic")]
+CASES += [
+    ("gpt2", "w8a8-static"),
+    ("gpt2", "fp8-static"),
+    ("opt", "fp8-static"),
+    ("gpt_neox", "fp8-static"),
+    ("phi3", "w4a16-g32-zp"),
+    ("gpt_neox", "bcq-q2-g32"),
+    ("qwen3", "fp8-dynamic"),
+]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -154,11 +162,22 @@ def test_rows_are_those_of_the_whole(scheme: str, runs: list[range]) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_give_the_bits_of_one(tmp_path: Path) -> None:
     cases = [("llama", scheme) for scheme in ("w8a8-dynamic", "w8a8-static", "fp8-dynamic", "fp8-static", "llm-int8")]
-    cases += [(kind, "w8a8-dynamic") for kind in ("gpt2", "opt", "qwen3")]
+    cases += [(kind, scheme) for kind in ("gpt2", "opt", "qwen3") for scheme in ("w8a8-dynamic", "fp8-static")]
     assert on_ranks(2, tmp_path, differences_on_gpus, cases, device="cuda") == [[], []]
 
 
 # ---- what is refused ----
+
+
+ODD_BLOCKS = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 32,
+              "intermediate_size": 256}  # fmt: skip
+
+
+def quantised_as(scheme: str, seed: int = 0) -> Any:
+    model = small("llama")
+    with torch.no_grad():
+        model.model.norm.weight[0] += seed
+    return quantize_(model, scheme, progress=False)
 
 
 def refusals(mesh: DeviceMesh) -> list[str]:
@@ -176,7 +195,15 @@ def refusals(mesh: DeviceMesh) -> list[str]:
     other = small("llama", intermediate_size=48 + 16 * rank)
     found.append(message(lambda: shard_(other, mesh)))
     assert isinstance(other.model.layers[0].mlp.down_proj, nn.Linear), "nothing was changed"
+    for wrong in (quantised_as("nf4" if rank else "fp4"), quantised_as("nf4", seed=rank)):
+        found.append(message(lambda wrong=wrong: shard_(wrong, mesh)))
+    blocks = quantize_(small("llama", **ODD_BLOCKS), "fp8-block128", progress=False)
+    found.append(message(lambda: shard_(blocks, mesh)))
+    found.append(message(lambda: Generator(model, cache="int4", mesh=mesh)))
     shard_(model, mesh)
+    found.append(message(lambda: model(tokens_of(1, 4))))
+    found.append(message(lambda: model.save_pretrained("nowhere")))
+    found.append(message(lambda: quantize_(model, "w8a16", progress=False)))
     found.append(message(lambda: shard_(model, mesh)))
     found.append(message(lambda: octofuse.save_pretrained(model, "nowhere")))
     found.append(message(lambda: Group(mesh).gather(torch.ones(2, 3), (4, 4))))
@@ -190,6 +217,13 @@ def test_refusals(tmp_path: Path) -> None:
         "mesh: expected a DeviceMesh or a process group, got str",
         "mesh: expected at most 1 ranks for as many heads of keys and values, or a multiple of 1 that divides 1 heads",
         "mesh: expected ranks that are alike, got the model LlamaForCausalLM .* on rank 0 and LlamaForCausalLM .* on rank ",
+        "mesh: expected ranks that are alike, got the model",
+        "mesh: expected ranks that are alike, got the model",
+        "rows: expected whole blocks of 128 of a weight with a scale for each, got 0 to 96",
+        "cache: expected None, 'int8' or 'fp8', got 'int4'",
+        "model: expected a whole model, got one rank's part, which octofuse.Generator alone can run",
+        "model: expected a whole model, got one rank's part; save it before it is sharded",
+        "model: expected a floating-point model",
         r"model: expected a whole model, got a part of one \(rank . of 2\)",
         "model: expected a whole model, got one rank's part; save it before it is sharded",
         "x: expected 4 columns on rank . of 2, got 3",

@@ -112,6 +112,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     platform = SimpleNamespace(
         is_cuda=lambda: True,
         get_device_capability=lambda: (9, 0),
+        is_device_capability=lambda it: it == 90,
         use_sync_weight_loader=lambda: False,
         fp8_dtype=lambda: E4M3,
     )
@@ -137,6 +138,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     vars(registry).update(
         registry_of(FILES), Int8ScaledMMLinearKernel=scaled.Int8ScaledMMLinearKernel, MPLinearKernel=mixed.MPLinearKernel,
         FP8ScaledMMLinearKernel=scaled.FP8ScaledMMLinearKernel,
+        MPLinearLayerConfig=mixed.MPLinearLayerConfig,
     )  # fmt: skip
     found = importlib.import_module("octofuse.vllm.kernels")
     monkeypatch.setattr(found, "unsupported", lambda *_: None)
@@ -330,7 +332,7 @@ def test_another_interface_is_no_error(
     monkeypatch.delattr(kernels.registry, "register_linear_kernel")
     monkeypatch.delitem(sys.modules, "octofuse.vllm.kernels")
     importlib.import_module("octofuse.vllm").register()
-    assert "octofuse registers no kernels: this vLLM has another interface" in caplog.text
+    assert "octofuse registers no kernels: this vLLM has another interface (ImportError: " in caplog.text
 
 
 def test_where_it_is_supported(kernels: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octofuse.engine import Decoder, Draws, Sampling
+from octofuse.engine import Decoder, Draws, Sampling, check_cache
 from octofuse.models.architecture import architecture_of, decodes
 from octofuse.ops import cpu, decode
 from octofuse.parallel import shard_
@@ -154,6 +154,7 @@ class Generator:
     """
 
     def __init__(self, model: nn.Module, *, cache: str | None = None, mesh: Any = None) -> None:
+        check_cache(cache)
         if mesh is not None:
             shard_(model, mesh)
         self.decoder = Decoder(model, cache)

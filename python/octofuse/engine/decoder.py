@@ -41,8 +41,7 @@ class Decoder:
     """
 
     def __init__(self, model: nn.Module, cache: str | None = None) -> None:
-        if cache is not None and cache not in CACHE_KINDS:
-            raise ValueError(f"cache: expected None, {' or '.join(map(repr, CACHE_KINDS))}, got {cache!r}")
+        check_cache(cache)
         self.architecture = architecture_of(model)
         self.cache_kind = cache
         names = self.architecture.names
@@ -184,6 +183,12 @@ class Decoder:
                 torch.mm(cache.head_rows, self.head.weight[columns].t(), out=out[:, columns])
             found.append(out[: rows.shape[0], :vocabulary])
         return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def check_cache(cache: str | None) -> None:
+    """ValueError for a kind that there is not."""
+    if cache is not None and cache not in CACHE_KINDS:
+        raise ValueError(f"cache: expected None, {' or '.join(map(repr, CACHE_KINDS))}, got {cache!r}")
 
 
 def _position_embeddings(model: Any, name: str | None, positions: int) -> Tensor | None:

@@ -70,7 +70,7 @@ class GatheredFused:
     def _in_front(self, x: Tensor, gate: Activation | None, residual: Tensor | None) -> Tensor:
         """What is sent: of a layer with a static scale 8 bits, if the residual says which dtype its output has."""
         layer, scale = self.inner, self.input_scale
-        if isinstance(layer, EightBitLinear) and scale is not None and residual is not None and x.is_floating_point():
+        if isinstance(layer, EightBitLinear) and scale is not None and residual is not None and x.dtype != layer.values:
             if gate is None:
                 return quantize_per_tensor(x, scale, layer.values)
             return gated_activation_quantize(x, gate, scale=scale, constants=True, dtype=layer.values)[0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import platform
-from functools import partial
+import time
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -35,14 +37,20 @@ class Group:
                 "mesh: expected torch.distributed to be initialised, as torchrun and init_process_group do; it is not"
             )
         group = _process_group(mesh)
-        # By name alone: a process on the CPU that still refers to its group when that is destroyed may end by SIGABRT.
+        # By name alone: what refers to a group keeps its threads running when it is destroyed.
         self._name: str = group.group_name
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.device_type = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
+        self.device_type = mesh.device_type if isinstance(mesh, DeviceMesh) else _device_type(group)
+        if self.device_type == "cpu":
+            _rest_at_exit()
         self._inboxes: Inboxes | None = None
         self._asked = False
         if self.rank < 0:
             raise ValueError("mesh: expected one with this process in it, got one without")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy makes inboxes of its own: it would not count the calls of this one."""
+        return vars(self) | {"_inboxes": None, "_asked": False}
 
     @property
     def _group(self) -> Any:
@@ -98,6 +106,8 @@ class Group:
     def check_alike(self, described: dict[str, str]) -> None:
         """ValueError, on every rank, that names what differs between ranks; of the versions in any case."""
         own = {"octofuse": octofuse.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        if self.device_type == "cuda":
+            own["the GPU"] = torch.cuda.get_device_name()
         found: list[Any] = [None] * self.ranks
         dist.all_gather_object(found, own | described, group=self._group)
         for name in found[0]:
@@ -118,3 +128,14 @@ def _process_group(mesh: Any) -> Any:
     if mesh.ndim != 1:
         raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; a part of it, mesh['tp'], is one")
     return mesh.get_group()
+
+
+def _device_type(group: Any) -> str:
+    return "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
+
+
+@cache
+def _rest_at_exit() -> None:
+    """gloo's threads drop the tensors of the last collectives a moment later, for which they take the interpreter's lock:
+    one that does so while the interpreter ends aborts the process."""
+    atexit.register(time.sleep, 0.1)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from octofuse.ops.peers import COUNTERS, Inboxes, inbox_bytes
 
 CAPACITY = 1 << 16  # bytes of a rank's part: beyond, NCCL is as fast
-LIMIT = 120.0  # seconds that a rank may let the others wait
+LIMIT = 600.0  # seconds that a rank may let the others wait
 
 _log = logging.getLogger(__name__)
 

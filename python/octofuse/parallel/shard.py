@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from octofuse.models.architecture import Architecture, Heads, architecture_of
-from octofuse.nn import EightBitLinear, GatheredLinear, check_rows, replace_module, rows_of
+from octofuse.nn import QUANTISED, EightBitLinear, GatheredLinear, check_rows, replace_module, rows_of
 from octofuse.nn.gathered import Gather
 from octofuse.nn.linear import is_conv1d
 from octofuse.ops import decode
@@ -38,7 +38,8 @@ def share_of(model: nn.Module) -> Share | None:
 def shard_(model: nn.Module, mesh: Any) -> nn.Module:
     """Leave this rank's part of every linear in the model, in place; `octofuse.Generator` runs it on all ranks together.
 
-    Embeddings and norms stay whole, and a floating-point head unless it runs in fp16 or bf16 on a GPU. Queries, keys and
+    Embeddings and norms stay whole, and a floating-point head but in fp16 or bf16 on compute capability 9.0, up to 4,096
+    columns. Queries, keys and
     values are split by heads, the other linears by their outputs. What a linear reads is gathered in front of it where it
     is split, so every output is summed by one rank, as one device would: int8 and FP8 schemes give the bits of one device,
     whatever the number of ranks, and so do up to 4 tokens beside weights of few bits. How sums of more tokens beside
@@ -54,7 +55,7 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
         The model.
 
     Raises:
-        TypeError, ValueError: naming what is not as expected, before anything is changed: more ranks than
+        TypeError, ValueError: naming what is not as expected, before anything is changed, on all ranks: more ranks than
             heads, ranks with other versions or models, a model that was sharded before.
         RuntimeError: where torch.distributed was not initialised.
     """
@@ -65,26 +66,42 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
         {"the model": _digest(model)}
     )  # first: what one rank alone refused would leave the others waiting
     architecture = architecture_of(model)
+    for rank in range(group.ranks):  # every rank's part, so that all refuse what one of them would
+        for piece in _pieces(model, architecture, group, rank):
+            check_rows(piece.layer, piece.rows)
+    pieces = _pieces(model, architecture, group, group.rank)
     shares = [HeadShare(heads, group.rank, group.ranks) for heads in architecture.heads]
-    pieces = _of_blocks(model, architecture, shares, group)
-    if (head := _of_head(model, architecture, group)) is not None:
-        pieces.append(head)
-    for piece in pieces:
-        check_rows(piece.layer, piece.rows)
     object.__setattr__(model, _ATTRIBUTE, Share(group, tuple(share.heads for share in shares)))
+    object.__setattr__(model, "forward", _not_here)
+    object.__setattr__(model, "save_pretrained", _not_saved)
     while pieces:  # one at a time: what was whole goes as soon as its part is there
         piece = pieces.pop()
         replace_module(model, piece.name, piece.made())
     return model
 
 
+def _not_here(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("model: expected a whole model, got one rank's part, which octofuse.Generator alone can run")
+
+
+def _not_saved(*_: Any, **__: Any) -> Any:
+    raise ValueError("model: expected a whole model, got one rank's part; save it before it is sharded")
+
+
 def _digest(model: Any) -> str:
-    """Of what has to be the same on all ranks: names and shapes of its tensors, and its config."""
-    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
+    """Of what has to be the same on all ranks: its tensors, by names, shapes and their corners, schemes and config."""
+    tensors = [(name, tuple(t.shape), str(t.dtype), _corners(t)) for name, t in model.state_dict().items()]
+    schemes = [str(module.scheme.name) for module in model.modules() if isinstance(module, QUANTISED)]
     described = getattr(model, "config", None)
     config = {} if described is None else {key: value for key, value in described.to_dict().items() if key[:1] != "_"}
-    text = f"{type(model).__name__} {shapes} {sorted(config.items(), key=str)}"
+    text = f"{type(model).__name__} {tensors} {schemes} {sorted(config.items(), key=str)}"
     return f"{type(model).__name__} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def _corners(tensor: torch.Tensor) -> tuple[float, ...]:
+    if tensor.is_meta or tensor.numel() == 0:
+        return ()
+    return tuple(float(tensor[(at,) * tensor.dim()]) for at in (0, -1))
 
 
 @dataclass(frozen=True)
@@ -105,22 +122,31 @@ class _Piece:
         return GatheredLinear(own, self.rows[0], self.gather_output, self.gather_input)
 
 
-def _of_blocks(model: nn.Module, architecture: Architecture, shares: Sequence[HeadShare], group: Group) -> list[_Piece]:
+def _pieces(model: nn.Module, architecture: Architecture, group: Group, rank: int) -> list[_Piece]:
+    """What a rank has."""
+    pieces = _of_blocks(model, architecture, group, rank)
+    if (head := _of_head(model, architecture, group, rank)) is not None:
+        pieces.append(head)
+    return pieces
+
+
+def _of_blocks(model: nn.Module, architecture: Architecture, group: Group, rank: int) -> list[_Piece]:
     names = architecture.names
     pieces = []
-    for index, share in enumerate(shares):
+    for index, heads in enumerate(architecture.heads):
+        share = HeadShare(heads, rank, group.ranks)
         inside = f"{names.blocks}.{index}"
         layers = {name: model.get_submodule(f"{inside}.{name}") for name in names.linears}
         rows = dict(zip(names.qkv, share.rows(len(names.qkv), names.interleaved), strict=True))
         hidden = split(_sizes(layers[names.down])[1], group.ranks, _unit([layers[name] for name in names.up]))
-        rows |= zip(names.up, rows_of_up(hidden, group.rank, len(names.up), names.gated), strict=True)
+        rows |= zip(names.up, rows_of_up(hidden, rank, len(names.up), names.gated), strict=True)
         pieces += [_Piece(f"{inside}.{name}", layers[name], own) for name, own in rows.items()]
         for name, inputs in ((names.projection, share.widths), (names.down, hidden)):
-            pieces.append(_gathered(f"{inside}.{name}", layers[name], group, inputs))
+            pieces.append(_gathered(f"{inside}.{name}", layers[name], group, rank, inputs))
     return pieces
 
 
-def _of_head(model: nn.Module, architecture: Architecture, group: Group) -> _Piece | None:
+def _of_head(model: nn.Module, architecture: Architecture, group: Group, rank: int) -> _Piece | None:
     """None of a head in floating point that stays whole: there is no kernel for it here whose sums do not depend on the
     number of outputs. Of one that is an embedding's weight a view is left: tokens need all of that."""
     embeddings: Any = model.get_submodule(architecture.names.token_embeddings)
@@ -130,15 +156,15 @@ def _of_head(model: nn.Module, architecture: Architecture, group: Group) -> _Pie
         if head.bias is not None or not decode.takes_logits(device, head.weight.dtype, head.in_features):
             return None
     is_tied = getattr(head, "weight", None) is embeddings.weight
-    return _gathered(architecture.names.head, head, group, shares=is_tied)
+    return _gathered(architecture.names.head, head, group, rank, shares=is_tied)
 
 
 def _gathered(
-    name: str, layer: nn.Module, group: Group, inputs: tuple[int, ...] | None = None, *, shares: bool = False
+    name: str, layer: nn.Module, group: Group, rank: int, inputs: tuple[int, ...] | None = None, *, shares: bool = False
 ) -> _Piece:
     outputs = split(_sizes(layer)[0], group.ranks, _unit([layer]))
     gather_input = None if inputs is None else group.gatherer(inputs)
-    return _Piece(name, layer, [part(outputs, group.rank)], group.gatherer(outputs), gather_input, shares)
+    return _Piece(name, layer, [part(outputs, rank)], group.gatherer(outputs), gather_input, shares)
 
 
 def _sizes(layer: Any) -> tuple[int, int]:

@@ -28,5 +28,7 @@ def register() -> None:
         from octofuse.vllm.kernels import register_in
 
         register_in(first=place == "first")
-    except ImportError as error:
-        _log.warning("octofuse registers no kernels: this vLLM has another interface (%s)", error)
+    except Exception as error:  # vLLM must start all the same
+        _log.warning(
+            "octofuse registers no kernels: this vLLM has another interface (%s: %s)", type(error).__name__, error
+        )

@@ -11,6 +11,7 @@ from vllm.model_executor.kernels.linear import (
     FP8ScaledMMLinearKernel,
     Int8ScaledMMLinearKernel,
     MPLinearKernel,
+    MPLinearLayerConfig,
     register_linear_kernel,
 )
 from vllm.model_executor.layers.quantization.utils import replace_parameter
@@ -90,6 +91,8 @@ class OctofuseFP8LinearKernel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
         reason = unsupported(compute_capability, FLOAT8_CAPABILITY)
+        if reason is None and not current_platform.is_device_capability(FLOAT8_CAPABILITY):
+            reason = f"octofuse's FP8 kernels are for compute capability {FLOAT8_CAPABILITY} alone"
         return reason is None, reason
 
     @classmethod
@@ -171,6 +174,8 @@ class OctofuseMPLinearKernel(MPLinearKernel):  # type: ignore[misc]
 
 def register_in(*, first: bool) -> None:
     """Append them to vLLM's lists, once; first: in front of the others."""
+    if "has_g_idx" in MPLinearLayerConfig.__dataclass_fields__:
+        raise ImportError("kernels of this version meet activation order")
     kernels = (
         ("int8", registry._POSSIBLE_INT8_KERNELS, OctofuseInt8LinearKernel),
         ("fp8", registry._POSSIBLE_FP8_KERNELS, OctofuseFP8LinearKernel),
