@@ -73,7 +73,7 @@ def latency(curve: dict[int, float], size: int) -> float:
 def gathers_of(decoder: Any) -> list[int]:
     """Bytes of each gather in a step of one sequence: attention's result, its projection, the feed-forward's middle and
     result, and the logits."""
-    width, hidden = decoder.width, decoder.blocks[0].down.inner.in_features
+    width, hidden = decoder.width, decoder.blocks[0].down.around.layer.in_features
     of_block = [decoder.architecture.heads[0].width, width, hidden, width]
     return [2 * n for n in of_block * len(decoder.blocks)] + [2 * decoder.vocabulary]
 

@@ -32,18 +32,19 @@ class Share:
 
 def share_of(model: nn.Module) -> Share | None:
     """None of a whole model."""
-    return getattr(model, _ATTRIBUTE, None)
+    share: Share | None = getattr(model, _ATTRIBUTE, None)
+    return share
 
 
 def shard_(model: nn.Module, mesh: Any) -> nn.Module:
     """Leave this rank's part of every linear in the model, in place; `octofuse.Generator` runs it on all ranks together.
 
     Embeddings and norms stay whole, and a floating-point head but in fp16 or bf16 on compute capability 9.0, up to 4,096
-    columns. Queries, keys and
-    values are split by heads, the other linears by their outputs. What a linear reads is gathered in front of it where it
-    is split, so every output is summed by one rank, as one device would: int8 and FP8 schemes give the bits of one device,
-    whatever the number of ranks, and so do up to 4 tokens beside weights of few bits. How sums of more tokens beside
-    these, and of floating-point weights, are made may depend on a linear's outputs, and so on the number of ranks.
+    columns. Queries, keys and values are split by heads, the other linears by their outputs. What a linear reads is
+    gathered in front of it where it is split, so every output is summed by one rank, as one device would: int8 and FP8
+    schemes give the bits of one device, whatever the number of ranks, and so do up to 4 tokens beside weights of few bits.
+    How sums of more tokens beside these, and of floating-point weights, are made may depend on a linear's outputs, and so
+    on the number of ranks.
 
     Args:
         model: of a family that `octofuse.generate` takes, in eval mode, quantised or not, with the same weights on all
@@ -59,12 +60,11 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
             heads, ranks with other versions or models, a model that was sharded before.
         RuntimeError: where torch.distributed was not initialised.
     """
-    if share_of(model) is not None:
-        raise ValueError(f"model: expected a whole model, got a part of one ({share_of(model).group})")  # type: ignore[union-attr]
+    if (share := share_of(model)) is not None:
+        raise ValueError(f"model: expected a whole model, got a part of one ({share.group})")
     group = Group(mesh)
-    group.check_alike(
-        {"the model": _digest(model)}
-    )  # first: what one rank alone refused would leave the others waiting
+    # First: what one rank alone refused would leave the others waiting.
+    group.check_alike({"the model": _digest(model)})
     architecture = architecture_of(model)
     for rank in range(group.ranks):  # every rank's part, so that all refuse what one of them would
         for piece in _pieces(model, architecture, group, rank):

@@ -29,7 +29,7 @@ FLOAT8_CAPABILITY = 90  # of its own kernels
 WIDTHS = (2, 4, 8)  # whose codes fill a word
 
 
-def unsupported(compute_capability: int | None, least: int = LEAST_CAPABILITY) -> str | None:
+def unsupported(compute_capability: int | None) -> str | None:
     """Why this library has no kernels here, or None."""
     if not current_platform.is_cuda():
         return "octofuse's kernels need CUDA"
@@ -38,8 +38,8 @@ def unsupported(compute_capability: int | None, least: int = LEAST_CAPABILITY) -
     if compute_capability is None:
         found = current_platform.get_device_capability()
         compute_capability = None if found is None else found[0] * 10 + found[1]
-    if compute_capability is not None and compute_capability < least:
-        return f"octofuse needs compute capability {least}, got {compute_capability}"
+    if compute_capability is not None and compute_capability < LEAST_CAPABILITY:
+        return f"octofuse needs compute capability {LEAST_CAPABILITY}, got {compute_capability}"
     return None
 
 
@@ -90,7 +90,7 @@ class OctofuseFP8LinearKernel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        reason = unsupported(compute_capability, FLOAT8_CAPABILITY)
+        reason = unsupported(compute_capability)
         if reason is None and not current_platform.is_device_capability(FLOAT8_CAPABILITY):
             reason = f"octofuse's FP8 kernels are for compute capability {FLOAT8_CAPABILITY} alone"
         return reason is None, reason
@@ -109,9 +109,7 @@ class OctofuseFP8LinearKernel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
         output_shape: list[int],
     ) -> Tensor:  # fmt: skip
         """A `[M, K]`; B `[K, N]`, a weight `[N, K]` transposed."""
-        y = linear(
-            A, B.t(), As, Bs, bias, out_dtype=out_dtype, fast_accumulate=True, constant_weight=True
-        )  # fmt: skip
+        y = linear(A, B.t(), As, Bs, bias, out_dtype=out_dtype, fast_accumulate=True, constant_weight=True)
         return y.view(output_shape)
 
 
