@@ -1,4 +1,4 @@
-"""octofuse.linear on float8 beside torch's _scaled_mm and this library's int8: device time, weights from memory.
+"""octofuse.linear on float8 beside torch's _scaled_mm, vLLM's (`peers.py`) and int8: device time, weights from memory.
 
 Scales per token and channel with bias and bf16 output; `_scaled_mm` per row likewise, and per tensor without them. "fast":
 the tensor cores add up all of K, as the peers' use_fast_accum=True; "exact sums": every 128 columns in fp32, as their
@@ -16,6 +16,7 @@ import torch
 import octofuse
 from bench_gemm import L2_BYTES
 from octofuse.ops.measure import Captured, device_times, overlap
+from peers import expect_alike, vllm_scaled_mm
 
 E4M3 = torch.float8_e4m3fn
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (10240, 8192), (57344, 8192), (8192, 28672),
@@ -56,7 +57,14 @@ def scaled_mm(row: bool, fast: bool) -> Callable[[Operands], torch.Tensor]:
     return call
 
 
+def vllm(s: Operands) -> torch.Tensor:
+    call = vllm_scaled_mm()
+    assert call is not None
+    return call(s["f"], s["wf"], s["fs"], s["wfs"], s["bias"], torch.bfloat16)
+
+
 def columns() -> dict[str, Callable[[Operands], torch.Tensor]]:
+    peers = {"vLLM": vllm} if vllm_scaled_mm() is not None else {}
     return {
         "fast": linear("f", "wf", "fs", "wfs", fast_accumulate=True),
         "exact sums": linear("f", "wf", "fs", "wfs"),
@@ -66,6 +74,7 @@ def columns() -> dict[str, Callable[[Operands], torch.Tensor]]:
         "torch tensor, fast": scaled_mm(row=False, fast=True),
         "torch row": scaled_mm(row=True, fast=False),
         "torch tensor": scaled_mm(row=False, fast=False),
+        **peers,
     }
 
 
@@ -82,13 +91,15 @@ def serves(call: Callable[[Operands], torch.Tensor], s: Operands) -> bool:
 
 def measured(m: int, n: int, k: int, repeats: int) -> dict[str, Any]:
     sets = operands(m, n, k)
+    if vllm_scaled_mm() is not None:
+        expect_alike("vLLM", vllm(sets[0]), columns()["fast"](sets[0]))
     with overlap(False):
         graphs = {
             name: Captured([lambda s=s, f=f: f(s) for s in sets]) for name, f in columns().items() if serves(f, sets[0])
         }
     times = {name: round(us, 2) for name, us in device_times(graphs, repeats=repeats).items()}
-    fast = min(us for name, us in times.items() if name.startswith("torch"))
-    return {"M": m, "N": n, "K": k, **times, "peers / fast": round(fast / times["fast"], 3)}
+    fastest = min(us for name, us in times.items() if name.startswith(("torch", "vLLM")))
+    return {"M": m, "N": n, "K": k, **times, "peers / fast": round(fastest / times["fast"], 3)}
 
 
 def mean(values: list[float]) -> float:
@@ -102,7 +113,7 @@ def run(smoke: bool) -> dict[str, Any]:
     few = [row for row in found if row["M"] <= 64]
     return {
         "rows": found,
-        "torch's fastest over fast, geometric mean": mean([row["peers / fast"] for row in found]),
+        "the peers' fastest over fast, geometric mean": mean([row["peers / fast"] for row in found]),
         "the same, worst": min(row["peers / fast"] for row in found),
         "fast over int8 up to 64 tokens, geometric mean": mean([row["fast"] / row["int8"] for row in few]),
         "rate of blocks over exact sums from 1000 tokens": mean([row["exact sums"] / row["blocks"] for row in large]),

@@ -5,15 +5,16 @@
     python benchmarks/sweep_gemm.py --one --out benchmarks/results/h200   # sweep_one.json, in place of their rows for M = 1
     python benchmarks/sweep_step.py --out benchmarks/results/h200         # sweep_step.json, decoders' steps
     python benchmarks/sweep_gemm.py --float8 --out benchmarks/results/h200 # sweep_float8.json
+    python benchmarks/sweep_gemm.py --huge --out benchmarks/results/h200  # sweep_huge.json
     python benchmarks/fit_select.py benchmarks/results/h200/sweep*.json   # anywhere that octofuse is installed
 
 and for a GPU whose sweep knew an earlier one's models, and left out what these put far behind:
 
     python benchmarks/fit_select.py benchmarks/results/h100/sweep*.json --like benchmarks/results/h200/sweep*.json
 
-For every kernel it fits the five non-negative numbers of candidates.h's TimeModel, near-best points weighing most, and for
-every swept shape it keeps the kernel that was fastest, or whose step was, where the fastest alone makes a step longer by
-more than NOISE. Prints how far the models' choices lie from the best.
+For every kernel it fits the non-negative numbers of gemm.h's TimeModel, near-best points weighing most, the last one by
+products that are so large that power limits them. For every swept shape it keeps the kernel that was fastest, or whose step
+was, where the fastest alone makes a step longer by more than NOISE. Prints how far the models' choices lie from the best.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ SMS = 132
 # Arithmetic of candidates.h, and what the names of its kernels begin with.
 ARITHMETICS = {"kInt8": "", "kFloat8": "wgmma_float8/", "kFloat8Fast": "wgmma_float8_fast/"}
 NOISE = 1.005  # between two measurements of a step
+# candidates.cpp's: millions of products from which on power limits their rate, and the factor of kernels not timed there.
+LIMITED, UNTIMED = 2e5, 1.25
 CPP = Path(__file__).resolve().parents[1] / "cpp/src/gemm"
 HEADER = "// Written by benchmarks/fit_select.py on {device} from {sources}: measured.cpp's Table. Microseconds."
 
@@ -61,17 +64,28 @@ def fit(times: dict[tuple[int, ...], dict[str, float]]) -> dict[str, np.ndarray]
         engine = next((e for e in ARITHMETICS.values() if e and name.startswith(e)), "")
         points = [(features(*mnk)[name], row[name], row[name] / min(row.values()))
                   for mnk, row in of_engine(times, engine).items() if name in row]  # fmt: skip
+        limited = [t / f[-1] for f, t, _ in points if f[-1] >= LIMITED]
+        rate = float(np.percentile(limited, 25)) if limited else 0.0  # the rest did not fill the GPU evenly
+        points = [point for point in points if point[0][-1] < LIMITED] or points
         weight = np.array([1 / (t * ratio**2) for _, t, ratio in points])
-        a, b = np.array([f for f, _, _ in points]), np.array([t for _, t, _ in points])
-        models[name] = non_negative_fit(a * weight[:, None], b * weight)
+        a, b = np.array([f[:-1] for f, _, _ in points]), np.array([t for _, t, _ in points])
+        models[name] = np.append(non_negative_fit(a * weight[:, None], b * weight), rate)
     return models
+
+
+def estimate(model: np.ndarray, features_of_one: list[float]) -> float:
+    """estimated_time() of candidates.cpp."""
+    found = float(np.dot(features_of_one[:-1], model[:-1]))
+    if model[-1] == 0 and features_of_one[-1] >= LIMITED:
+        return UNTIMED * found
+    return float(max(found, features_of_one[-1] * model[-1]))
 
 
 def held_in(times: dict[tuple[int, ...], dict[str, float]], models: dict[str, np.ndarray]) -> list[float]:
     """How many times the best of each shape the kernel takes that the models choose."""
     ratios = []
     for mnk, row in times.items():
-        chosen = min(row, key=lambda name, mnk=mnk: float(np.dot(features(*mnk)[name], models[name])))
+        chosen = min(row, key=lambda name, mnk=mnk: estimate(models[name], features(*mnk)[name]))
         ratios.append(row[chosen] / min(row.values()))
     return ratios
 

@@ -4,6 +4,8 @@
 --one: all of these weights for one token, by the skinny kernels, as decoding has it: in captured chains alone, into
 sweep_one.json.
 --float8: kernels of e4m3 with both ways to add up, into sweep_float8.json.
+--huge: 1,024 tokens and more of larger models, where power is the limit, by the kernels for many tokens, int8 and e4m3,
+into sweep_huge.json.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from bench_gemm import operand_sets
 from octofuse import _C
 from octofuse.ops.measure import Captured, device_time, device_times, overlap
 from octofuse.testing.timing import environment
+from sweep_more import call_of
 
 WEIGHTS = ((768, 768), (2304, 768), (3072, 768), (768, 3072), (1920, 1920), (4800, 1600), (1600, 6400), (1024, 4096),
            (4096, 4096), (6144, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (12288, 12288),
@@ -36,7 +39,12 @@ FLOAT8_WEIGHTS = ((768, 768), (2304, 768), (2048, 2048), (3072, 2048), (2048, 81
                   (28672, 7168), (7168, 28672))  # fmt: skip
 FLOAT8_ROWS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 FLOAT8 = {"float8": False, "float8_fast": True}  # fast_accumulate
+HUGE_WEIGHTS = ((28672, 4096), (4096, 14336), (8192, 8192), (10240, 8192), (57344, 8192), (8192, 28672), (21504, 7168),
+                (28672, 7168), (7168, 28672), (5120, 5120), (5120, 13824), (12288, 12288))  # fmt: skip
+HUGE_ROWS = (1024, 2048, 4096, 8192)
+FOR_MANY_TOKENS = ("pingpong", "cooperative", "128x128", "128x192", "128x256")  # in the names
 LARGEST = 1.3e11  # M * N * K
+LARGEST_HUGE = 2e12
 FEW = 64  # tokens
 REPEATS = 3
 NO_ESTIMATE = 1e16  # candidates.h
@@ -84,6 +92,19 @@ def float8_row(m: int, n: int, k: int) -> dict[str, float]:
     return {name: round(us, 3) for name, us in device_times(graphs, repeats=REPEATS).items()}
 
 
+def huge_row(m: int, n: int, k: int) -> dict[str, float]:
+    """Microseconds alone, in turns, by kernel: of int8, and of float8 with fast sums."""
+    names = [n for n in octofuse.engines() if any(kind in n for kind in FOR_MANY_TOKENS) and "swapped" not in n]
+    row = {}
+    for engine in ("wgmma", "wgmma_float8_fast"):
+        calls = {name: call_of(name) for name in names if name.split("/")[0] == engine}
+        sets = (operand_sets if engine == "wgmma" else float8_operands)(m, n, k)[:3]  # what they read is far from all
+        with overlap(False):
+            graphs = {name: Captured([lambda s=s, f=f: f(s) for s in sets]) for name, f in calls.items()}
+        row |= {name: round(us, 3) for name, us in device_times(graphs, repeats=REPEATS).items()}
+    return row
+
+
 def time_of(name: str, sets: list[tuple[torch.Tensor, ...]], m: int, chained: bool) -> float:
     """Microseconds alone; for few tokens, the mean of that and of its share of a captured chain, or that share alone."""
 
@@ -105,6 +126,7 @@ def main() -> None:
     kind.add_argument("--large", action="store_true")
     kind.add_argument("--one", action="store_true")
     kind.add_argument("--float8", action="store_true")
+    kind.add_argument("--huge", action="store_true")
     args = parser.parse_args()
     weights = WEIGHTS + LARGE_WEIGHTS if args.one else LARGE_WEIGHTS if args.large else WEIGHTS
     tokens = (1,) if args.one else LARGE_ROWS if args.large else ROWS
@@ -112,12 +134,18 @@ def main() -> None:
     command = "python benchmarks/sweep_gemm.py" + " --large" * args.large + " --one" * args.one
     if args.float8:
         weights, tokens, name_of_sweep, command = FLOAT8_WEIGHTS, FLOAT8_ROWS, "sweep_float8", command + " --float8"
+    if args.huge:
+        weights, tokens, name_of_sweep, command = HUGE_WEIGHTS, HUGE_ROWS, "sweep_huge", command + " --huge"
+    largest = LARGEST_HUGE if args.huge else LARGEST
     times: dict[str, dict[str, float]] = {}
     record = {**environment(command), "us": times}
     args.out.mkdir(parents=True, exist_ok=True)
     for n, k in weights:
         for m in tokens:
-            if m * n * k > LARGEST or (n > 50000 and m > 64):
+            if m * n * k > largest or (n > 50000 and m > 64 and not args.huge):
+                continue
+            if args.huge:
+                times[f"{m},{n},{k}"] = huge_row(m, n, k)
                 continue
             if args.float8:
                 times[f"{m},{n},{k}"] = float8_row(m, n, k)

@@ -104,20 +104,20 @@ def costs() -> str:
 
 
 def gemm() -> str:
-    columns = ("fp16 F.linear", "fp8 _scaled_mm", "cublaslt int32 (raw)", "peer's tile", "octofuse alone")
+    columns = ("fp16 F.linear", "fp8 _scaled_mm", "cublaslt int32 (raw)", "vLLM", "octofuse alone")
     rows = []
     for row in sorted(result("h200/gemm")["rows"], key=lambda row: (row["M"] * row["N"] * row["K"], row["M"])):
         values = [us(row.get(column)) for column in (*columns, "octofuse chained")]
         shape = f"{row['M']}, {row['N']}, {row['K']}"
         rows.append((shape, *values, row["kernel"], times(row["over fp16"])))
-    heads = ("M, N, K", "fp16", "fp8", "cuBLASLt int32", "peer's tile", "alone", "chained", "kernel", "over fp16")
+    heads = ("M, N, K", "fp16", "fp8", "cuBLASLt int32", "vLLM", "alone", "chained", "kernel", "over fp16")
     return lines(heads, rows)
 
 
 def float8() -> str:
     """Some of the shapes, and means over all of them."""
     found = result("h200/float8")
-    names = ("fast", "exact sums", "blocks", "int8", "torch row, fast", "torch tensor, fast")
+    names = ("fast", "exact sums", "blocks", "int8", "torch row, fast", "torch tensor, fast", "vLLM")
     weights, tokens = ((4096, 4096), (28672, 4096), (8192, 28672)), (1, 16, 64, 256, 1000, 4096)
     shown = [row for row in found["rows"] if (row["N"], row["K"]) in weights and row["M"] in tokens]
     rows = [(f"{row['M']}, {row['N']}, {row['K']}", *(us(row.get(name)) for name in names)) for row in shown]

@@ -197,8 +197,8 @@ def attend_call(
     pairs, size = cache[0].shape[1], cache[0].shape[3]
     q, k, v = (t.unflatten(1, (-1, size)) for t in qkv.split([queries * size, pairs * size, pairs * size], 1))
     usual = {
-        "key_scales": None, "value_scales": None, "rotary": None, "query_norm": None, "key_norm": None, "eps": 1e-6,
-        "scaling": size**-0.5, "window": 0, "softcap": 0.0, "starts": None,
+        "key_scales": None, "value_scales": None, "fixed_scales": None, "rotary": None, "query_norm": None,
+        "key_norm": None, "eps": 1e-6, "scaling": size**-0.5, "window": 0, "softcap": 0.0, "starts": None,
     }  # fmt: skip
     named = dict(zip(("keys", "values", "key_scales", "value_scales"), cache, strict=False))
     partials, arrivals = scratch

@@ -23,14 +23,27 @@ PYTHON = {
     "nn": {"ops", "quant"},
     "models": {"_C", "files", "nn", "ops", "quant"},  # _C: its file, whose machine code `explain` reads
     "parallel": {"models", "nn", "ops", "quant"},
-    "engine": {"models", "nn", "ops", "parallel"},
+    "engine": {"files", "models", "nn", "ops", "parallel"},
     "files": {"nn", "quant"},
     "generate": {"engine", "models", "ops", "parallel"},
     "assets": set(),
     "doctor": {"_C", "ops", "reference"},
     "__main__": {"cli"},
     "vllm": {"_C", "files", "ops", "quant"},
-    "cli": {"_C", "assets", "doctor", "files", "generate", "layouts", "models", "nn", "ops", "parallel", "quant"},
+    "cli": {
+        "_C",
+        "assets",
+        "doctor",
+        "engine",
+        "files",
+        "generate",
+        "layouts",
+        "models",
+        "nn",
+        "ops",
+        "parallel",
+        "quant",
+    },
 }
 
 # The rooms of cpp/src. Everything may include cpp/include.

@@ -150,7 +150,7 @@ def test_caches_in_8_bits(cache: str, device: str) -> None:
     assert f"a cache in {cache} of 0.1 kB a token" in repr(generator)
     assert generate(model, PROMPTS, 9, cache=cache) == together
     assert generate(model, PROMPTS, 9) == Generator(model)(PROMPTS, 9)
-    with pytest.raises(ValueError, match="cache: expected None, 'int8' or 'fp8', got 'int4'"):
+    with pytest.raises(ValueError, match="cache: expected None, 'int8', 'fp8' or 'fp8-static', got 'int4'"):
         Generator(model, cache="int4")
 
 

@@ -290,10 +290,10 @@ def test_quantising_in_parts_gives_the_same_bits(scheme: str, monkeypatch: pytes
     assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
 
 
-def test_scales_of_a_quantised_cache_are_left_out(tmp_path: Path) -> None:
+def test_what_other_caches_need_is_left_out(tmp_path: Path) -> None:
     source = model_of("llama")
     written = Gptq(source, 4, 32)
-    more = {f"model.layers.{i}.self_attn.{own}": torch.ones(1) for i in range(2) for own in ("k_scale", "v_scale")}
+    more = {f"model.layers.0.self_attn.{own}": torch.ones(1) for own in ("q_scale", "k_zero_point", "v_zero_point")}
     folder = write_folder(source, tmp_path / "model", written.tensors, written.config)
     whole = load_file(folder / "model.safetensors")
     save_file(whole | more, folder / "model.safetensors", metadata={"format": "pt"})

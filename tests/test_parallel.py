@@ -220,7 +220,7 @@ def test_refusals(tmp_path: Path) -> None:
         "mesh: expected ranks that are alike, got the model",
         "mesh: expected ranks that are alike, got the model",
         "rows: expected whole blocks of 128 of a weight with a scale for each, got 0 to 96",
-        "cache: expected None, 'int8' or 'fp8', got 'int4'",
+        "cache: expected None, 'int8', 'fp8' or 'fp8-static', got 'int4'",
         "model: expected a whole model, got one rank's part, which octofuse.Generator alone can run",
         "model: expected a whole model, got one rank's part; save it before it is sharded",
         "model: expected a floating-point model",

@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 import octofuse
 from octofuse import _C
 from octofuse.cli import app
+from octofuse.nn import Float8Linear, Int8Linear
 from octofuse.ops import tuning
+from octofuse.quant import scheme_named
 
 needs_90a = pytest.mark.skipif("90a" not in str(_C.build_info()["architectures"]), reason="needs a build for 90a")
 
@@ -133,6 +135,16 @@ def test_select_follows_what_was_tuned() -> None:
     assert chosen(65, tuned)["chosen"] == "wgmma/128x96"
     for m, n, out in ((32, 1024, "float16"), (129, 1024, "float16"), (64, 1032, "float16"), (64, 1024, "int8")):
         assert chosen(m, tuned, n, out)["chosen"] == chosen(m, [], n, out)["chosen"], "only what was measured"
+    # Float8 and int8 are apart, and so are float8's two ways to add up.
+    fast, exact = "wgmma_float8_fast/64x64", "wgmma_float8/64x32"
+    of_floats = [(64, 1024, 1024, "float16", kernel) for kernel in (fast, exact)]
+
+    def chosen_float(arithmetic):
+        return _C.select(64, 1024, 1024, "float16", False, False, "auto", 90, 132, True, tuned=of_floats,
+                         arithmetic=arithmetic)["chosen"]  # fmt: skip
+
+    assert (chosen_float("float8_fast"), chosen_float("float8")) == (fast, exact)
+    assert chosen(64, of_floats)["chosen"] == plain["chosen"]
     # A kernel that cannot serve, and one that this build does not know.
     assert chosen(64, [(64, 1024, 1024, "float16", "skinny/1x8_dp4a")])["chosen"] == plain["chosen"]
     assert chosen(64, [(64, 1024, 1024, "float16", "wgmma/1x1")])["chosen"] == plain["chosen"]
@@ -143,6 +155,12 @@ def test_refusals() -> None:
         octofuse.tune([(1, 0, 3)])
     with pytest.raises(ValueError, match="out_dtype: expected float16"):
         octofuse.tune([(1, 8, 8)], out_dtype=torch.float64)
+    with pytest.raises(ValueError, match="dtype: expected int8 or float8_e4m3fn, got float8_e5m2"):
+        octofuse.tune([(1, 8, 8)], dtype=torch.float8_e5m2)
+    with pytest.raises(ValueError, match="fast_accumulate: expected False for int8"):
+        octofuse.tune([(1, 8, 8)], fast_accumulate=True)
+    with pytest.raises(ValueError, match="float32 or float8_e4m3fn for float8_e4m3fn, got int8"):
+        octofuse.tune([(1, 8, 8)], dtype=torch.float8_e4m3fn, out_dtype=torch.int8)
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="tune: needs a CUDA device"):
             octofuse.tune([(1, 8, 8)])
@@ -156,6 +174,7 @@ def test_refusals() -> None:
         (["--tokens", "1,x"], "tokens: expected integers"),
         (["--tokens", "0"], "tokens: expected integers of at least 1"),
         (["--out", "float64"], "out: expected one of float16"),
+        (["--dtype", "int4"], "dtype: expected int8 or float8, got 'int4'"),
     ],
 )
 def test_command_line_refuses(words: list[str], message: str) -> None:
@@ -170,8 +189,8 @@ def test_shapes_come_from_a_model(monkeypatch) -> None:
 
     seen = []
 
-    def measure(shapes, *, on_shape, **_):
-        seen.extend(shapes)
+    def measure(shapes, *, on_shape, dtype, fast_accumulate, **_):
+        seen.extend((*shape, dtype, fast_accumulate) for shape in shapes)
         results = [tuning.Tuned(shape, "naive", 2.0, "naive", 1.0) for shape in shapes]
         for result in results:
             on_shape(result)
@@ -181,7 +200,38 @@ def test_shapes_come_from_a_model(monkeypatch) -> None:
     monkeypatch.setattr(command, "pick_device", lambda name: torch.device("cuda"))
     assert CliRunner().invoke(app, ["tune", "embedded", "--shape", "768,64", "--tokens", "1,16"]).exit_code == 0
     layers = [(768, 64), (672, 224), (224, 224), (896, 224), (224, 896)]
-    assert seen == [(m, n, k) for n, k in layers for m in (1, 16)]
+    int8, float8 = (torch.int8, False), (torch.float8_e4m3fn, True)
+    assert seen == [(m, n, k, *int8) for n, k in layers for m in (1, 16)]
+
+    seen.clear()  # what is quantised already keeps its own operands
+    model = torch.nn.Sequential(
+        Int8Linear(64, 32), Float8Linear(64, 16), torch.nn.Linear(64, 8),
+        Float8Linear(64, 24, scheme=scheme_named("fp8-block128")),
+    )  # fmt: skip
+    monkeypatch.setattr(command, "load_any", lambda *_: (model, None))
+    words = ["tune", "a folder", "--shape", "40,64", "--tokens", "3", "--dtype", "float8"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert sorted(seen, key=str) == [
+        (3, 16, 64, *float8),
+        (3, 32, 64, *int8),
+        (3, 40, 64, *float8),
+        (3, 8, 64, *float8),
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_float8_is_tuned_too(own_cache, out_dtype, fast) -> None:
+    float8 = torch.float8_e4m3fn
+    found = octofuse.tune([(48, 96, 128)], out_dtype=out_dtype, dtype=float8, fast_accumulate=fast)
+    x, w = (torch.ones(rows, 128, device="cuda").to(float8) for rows in (48, 96))
+    explained = octofuse.explain(x, w, out_dtype=out_dtype, fast_accumulate=fast)
+    assert explained.chosen == found[0].kernel
+    assert "octofuse tune" in explained.why
+    assert explained.chosen.startswith("wgmma_float8_fast/" if fast else "wgmma_float8/")
+    assert tuning.load(0) == 1
+    assert "octofuse tune" not in octofuse.explain(x, w, out_dtype=out_dtype, fast_accumulate=not fast).why
 
 
 @pytest.mark.gpu

@@ -1,6 +1,9 @@
 // What a decoding step calls: a linear layer that quantises its own input, and embedding, attention and the argmax of
 // its logits. CPU tensors are checked here and computed in Python (None).
 #include <algorithm>
+#include <cmath>
+#include <tuple>
+#include <utility>
 
 #include "arguments.h"
 #include "call.h"
@@ -121,6 +124,18 @@ float* parse_scales(py::handle object, const char* name, bool wanted, const Tens
   return scales.data<float>();
 }
 
+// (of keys, of values), or None.
+void parse_fixed_scales(py::handle object, HeadsArgs& args) {
+  if (object.is_none()) return;
+  if (args.cache != CacheType::kFloat8) refuse<ValueError>("fixed_scales", "None but beside a float8 cache", "a pair");
+  std::tie(args.key_scale, args.value_scale) = object.cast<std::pair<float, float>>();
+  for (const float scale : {args.key_scale, args.value_scale}) {
+    if (!(scale > 0.0F) || !std::isfinite(scale)) {
+      refuse<ValueError>("fixed_scales", "two finite numbers above 0", std::to_string(scale));
+    }
+  }
+}
+
 void parse_cache(const AttendFields& f, const TensorView& q, const TensorView& keys, HeadsArgs& args) {
   if (keys.ndim() != 4) refuse<ValueError>("keys", "[B, heads, capacity, head size]", "shape " + keys.shape_text());
   const int64_t size = keys.size(3);
@@ -154,6 +169,7 @@ void parse_cache(const AttendFields& f, const TensorView& q, const TensorView& k
   const bool scaled = args.cache != CacheType::kFloat;
   args.key_scales = parse_scales(f.key_scales, "key_scales", scaled, keys);
   args.value_scales = parse_scales(f.value_scales, "value_scales", scaled, keys);
+  parse_fixed_scales(f.fixed_scales, args);
 }
 
 const void* parse_head_norm(py::handle object, const char* name, const TensorView& q, HeadsArgs& args) {

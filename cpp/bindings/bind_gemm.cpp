@@ -105,8 +105,9 @@ std::vector<std::pair<int, double>> tune(py::handle x, py::handle w, bool int8_o
 }
 
 DType parse_output(const std::string& out_dtype) {
-  return parse_dtype_name(out_dtype, "out_dtype",
-                          {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8, DType::kInt32});
+  return parse_dtype_name(
+      out_dtype, "out_dtype",
+      {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kInt8, DType::kE4M3, DType::kInt32});
 }
 
 Arithmetic parse_arithmetic(const std::string& name) {

@@ -35,8 +35,8 @@ namespace py = pybind11;
   X(out_dtype) X(out_scale) X(out_layout) X(size)
 
 #define OCTOFUSE_ATTEND_FIELDS(X) \
-  X(q) X(k) X(v) X(keys) X(values) X(key_scales) X(value_scales) X(rotary) X(query_norm) X(key_norm) X(eps) \
-  X(scaling) X(window) X(softcap) X(positions) X(starts) X(partials) X(arrivals) X(out_scale)
+  X(q) X(k) X(v) X(keys) X(values) X(key_scales) X(value_scales) X(fixed_scales) X(rotary) X(query_norm) X(key_norm) \
+  X(eps) X(scaling) X(window) X(softcap) X(positions) X(starts) X(partials) X(arrivals) X(out_scale)
 // clang-format on
 
 #define OCTOFUSE_ONE(name) +1

@@ -33,6 +33,7 @@ void check_operands(const TensorView& x, const TensorView& w, std::initializer_l
   if (w.dtype == DType::kInt8 && k > kMaxK) {
     refuse<ValueError>("x", "K <= 131071, so that int32 cannot overflow", "K = " + std::to_string(k));
   }
+  if (k > kMaxExtent - 128) refuse<ValueError>("x", "K < 2^31 - 128", "K = " + std::to_string(k));
   if (w.size(0) < 1) refuse<ValueError>("w", "N >= 1", "shape " + w.shape_text());
   if (w.size(0) > kMaxExtent) refuse<ValueError>("w", "N < 2^31", "shape " + w.shape_text());
   if (x.rows() > kMaxExtent) refuse<ValueError>("x", "fewer than 2^31 rows", "shape " + x.shape_text());

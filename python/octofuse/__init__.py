@@ -8,6 +8,7 @@ import os as _os
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from octofuse.engine import calibrate_cache_
 from octofuse.files import disable, enable, from_pretrained, save_pretrained
 from octofuse.generate import Generator, generate, own_text
 from octofuse.ops import (
@@ -62,6 +63,7 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_quantize",
     "bcq_linear",
+    "calibrate_cache_",
     "codebook_linear",
     "dequantize",
     "disable",

@@ -145,7 +145,9 @@ class Generator:
         model: a transformers causal language model of a family that the documentation lists, in eval mode, in floating
             point or after `quantize_`. Its weights are shared, those of linears that read the same input as views of one
             tensor: make a new Generator after changing them.
-        cache: of keys and values: None for the model's dtype, "int8" or "fp8" (e4m3) for half its size.
+        cache: of keys and values: None for the model's dtype, "int8" or "fp8" (e4m3) for half its size, with a scale for
+            each token and head, or "fp8-static": with one for each block's keys and one for its values, `k_scale` and
+            `v_scale` of the model's file or of `calibrate_cache_`.
         mesh: of ranks that generate together, each with a part of the model: a DeviceMesh of one dimension or a process
             group, for `octofuse.parallel.shard_`, which changes the model in place; None for one device, and for a model
             that was sharded. All ranks call the Generator with the same arguments, and get the same tokens.

@@ -40,6 +40,9 @@ struct HeadsArgs {
   void* values = nullptr;         // likewise
   float* key_scales = nullptr;    // [batch, pairs, capacity], with 8 bits
   float* value_scales = nullptr;  // likewise
+  // Of a float8 cache: the scales of all new keys and of all new values; 0: each has its own, found from its largest
+  // magnitude.
+  float key_scale = 0.0F, value_scale = 0.0F;
 };
 
 constexpr int kMaxHeadSize = 256;  // and a multiple of 8, of 16 with a cache in 8 bits

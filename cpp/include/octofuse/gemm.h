@@ -90,8 +90,9 @@ const Candidate& select(const GemmProblem& problem, const Capability& capability
 // Estimated microseconds of every candidate that can serve.
 std::vector<std::pair<const Candidate*, double>> estimates(const GemmProblem& problem, const Capability& capability);
 
-// Microseconds of a kernel are the product of these, fitted by benchmarks/fit_select.py, and of the problem's features.
-using TimeModel = std::array<double, 5>;
+// Microseconds of a kernel are the sum of all but the last of these, fitted by benchmarks/fit_select.py, times the
+// problem's features, and not less than the last times its feature.
+using TimeModel = std::array<double, 6>;
 TimeModel features_of(const Candidate& candidate, const GemmProblem& problem, int sm_count);
 
 // The kernel that runs in a captured graph, where weights are promised to be constant, instead of `chosen`: for one

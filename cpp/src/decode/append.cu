@@ -45,12 +45,13 @@ __global__ void __launch_bounds__(32 * kWarps) append_kernel(const __grid_consta
     load_head<T, kBlocks>(own, args.head_size, lane, v);
     if (!value) {
       preparation.apply(query, scratch[warp], v);
-      store_head<T, CacheType::kFloat, kBlocks>(v, args.head_size, lane, own, nullptr);
+      store_head<T, CacheType::kFloat, kBlocks>(v, args.head_size, lane, 0.0F, own, nullptr);
     }
     if (query) continue;
     const int64_t at = (sequence * args.pairs + head) * args.capacity + position;
     auto* const cache = static_cast<Stored<T, kCache>*>(value ? args.values : args.keys) + at * args.head_size;
-    const float scale = store_head<T, kCache, kBlocks>(v, args.head_size, lane, cache, nullptr);
+    const float fixed = value ? args.value_scale : args.key_scale;
+    const float scale = store_head<T, kCache, kBlocks>(v, args.head_size, lane, fixed, cache, nullptr);
     if (kCache != CacheType::kFloat && lane == 0) (value ? args.value_scales : args.key_scales)[at] = scale;
   }
 }

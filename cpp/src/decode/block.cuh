@@ -322,8 +322,9 @@ class Block {
     if (query) return keep_query(row, v);
     const int64_t at = work_.row + work_.newest;
     auto* const cache = static_cast<Element*>(value ? heads_.values : heads_.keys) + at * size;
-    const float scale =
-        store_head<T, kCache, kBlocks>(v, size, lane(), memory_.pair[value ? 1 : 0], work_.leads ? cache : nullptr);
+    const float fixed = value ? heads_.value_scale : heads_.key_scale;
+    const float scale = store_head<T, kCache, kBlocks>(v, size, lane(), fixed, memory_.pair[value ? 1 : 0],
+                                                       work_.leads ? cache : nullptr);
     if (lane() != 0) return;
     memory_.scales[value ? 1 : 0] = scale;
     if (kCache != CacheType::kFloat && work_.leads) (value ? heads_.value_scales : heads_.key_scales)[at] = scale;

@@ -130,12 +130,15 @@ __device__ inline Stored<T, kCache> stored(float value, float inverse) {
   }
 }
 
-// Writes a head, rounded to T already, to `to` and, if it is not nullptr, `and_to`; returns its scale.
+// Writes a head, rounded to T already, to `to` and, if it is not nullptr, `and_to`; returns its scale, which is `fixed`
+// where that is not 0.
 template <class T, CacheType kCache, int kBlocks>
-__device__ inline float store_head(const float (&v)[kOfLane<kBlocks>], int size, int lane, Stored<T, kCache>* to,
-                                   Stored<T, kCache>* and_to) {
-  float scale = 1.0F;
-  if constexpr (kCache != CacheType::kFloat) scale = scale_of_head<kCache>(largest_of_head<kBlocks>(v));
+__device__ inline float store_head(const float (&v)[kOfLane<kBlocks>], int size, int lane, float fixed,
+                                   Stored<T, kCache>* to, Stored<T, kCache>* and_to) {
+  float scale = kCache == CacheType::kFloat ? 1.0F : fixed;
+  if constexpr (kCache != CacheType::kFloat) {
+    if (scale == 0.0F) scale = scale_of_head<kCache>(largest_of_head<kBlocks>(v));
+  }
   const float inverse = kCache == CacheType::kFloat ? 1.0F : reciprocal(scale);
 #pragma unroll
   for (int i = 0; i < kOfLane<kBlocks>; ++i) {

@@ -29,16 +29,25 @@ struct Variant {
 };
 
 constexpr Variant kVariants[] = {
+    {64, 48, kTokens, 1, 1},
     {64, 64, kTokens, 1, 1},
     {64, 64, kTokens, 2, 1},
     {64, 64, kTokens, 3, 1},
+    {64, 80, kTokens, 1, 1},
     {64, 96, kTokens, 1, 1},
+    {64, 112, kTokens, 1, 1},
+    {64, 112, kTokens, 1, 2},
     {64, 128, kTokens, 1, 1},
+    {64, 160, kTokens, 1, 1},
+    {64, 224, kTokens, 1, 1},
+    {64, 224, kTokens, 1, 2},
     {128, 64, kTokens, 1, 1},
     {128, 96, kTokens, 1, 1},
     {128, 128, kTokens, 1, 1},
     {128, 144, kTokens, 1, 1},
+    {128, 160, kTokens, 1, 1},
     {128, 192, kTokens, 1, 1},
+    {128, 224, kTokens, 1, 1},
     {128, 240, kTokens, 1, 1},
     {128, 256, kTokens, 1, 1},
     {64, 16, kSwapped, 1, 3},
@@ -64,6 +73,16 @@ constexpr Variant kVariants[] = {
     {128, 128, kPingpong, 1, 1, 1},
     {128, 128, kPingpong, 1, 1, 2},
     {64, 128, kPingpong, 1, 1, 1},
+    {64, 112, kPingpong, 1, 1, 1},
+    {128, 256, kCooperative, 1, 1, 1},
+    {128, 256, kCooperative, 1, 1, 2},
+    {128, 96, kPingpong, 1, 1, 1},
+    {128, 112, kPingpong, 1, 1, 1},
+    {128, 112, kPingpong, 1, 1, 2},
+    {128, 160, kPingpong, 1, 1, 1},
+    {128, 160, kPingpong, 1, 1, 2},
+    {128, 192, kPingpong, 1, 1, 1},
+    {128, 192, kPingpong, 1, 1, 2},
 
     {64, 16, kTokens, 1, 1, 1, kFloat8},
     {64, 16, kTokens, 1, 2, 1, kFloat8},
@@ -101,13 +120,23 @@ constexpr Variant kVariants[] = {
     {64, 32, kTokens, 1, 1, 1, kFast},
     {64, 32, kTokens, 1, 2, 1, kFast},
     {64, 32, kTokens, 1, 3, 1, kFast},
+    {64, 56, kTokens, 1, 1, 1, kFast},
+    {64, 56, kTokens, 1, 3, 1, kFast},
     {64, 64, kTokens, 1, 1, 1, kFast},
     {64, 64, kTokens, 1, 2, 1, kFast},
+    {64, 80, kTokens, 1, 1, 1, kFast},
+    {64, 112, kTokens, 1, 1, 1, kFast},
+    {64, 112, kTokens, 1, 2, 1, kFast},
     {64, 128, kTokens, 1, 1, 1, kFast},
+    {64, 224, kTokens, 1, 1, 1, kFast},
+    {64, 224, kTokens, 1, 2, 1, kFast},
     {128, 64, kTokens, 1, 1, 1, kFast},
+    {128, 80, kTokens, 1, 1, 1, kFast},
     {128, 96, kTokens, 1, 1, 1, kFast},
     {128, 128, kTokens, 1, 1, 1, kFast},
+    {128, 160, kTokens, 1, 1, 1, kFast},
     {128, 192, kTokens, 1, 1, 1, kFast},
+    {128, 224, kTokens, 1, 1, 1, kFast},
     {128, 256, kTokens, 1, 1, 1, kFast},
     {64, 16, kSwapped, 1, 1, 1, kFast},
     {64, 16, kSwapped, 1, 2, 1, kFast},
@@ -131,6 +160,16 @@ constexpr Variant kVariants[] = {
     {128, 128, kPingpong, 1, 1, 1, kFast},
     {128, 128, kPingpong, 1, 1, 2, kFast},
     {64, 128, kPingpong, 1, 1, 1, kFast},
+    {64, 112, kPingpong, 1, 1, 1, kFast},
+    {128, 256, kCooperative, 1, 1, 1, kFast},
+    {128, 256, kCooperative, 1, 1, 2, kFast},
+    {128, 96, kPingpong, 1, 1, 1, kFast},
+    {128, 112, kPingpong, 1, 1, 1, kFast},
+    {128, 112, kPingpong, 1, 1, 2, kFast},
+    {128, 160, kPingpong, 1, 1, 1, kFast},
+    {128, 160, kPingpong, 1, 1, 2, kFast},
+    {128, 192, kPingpong, 1, 1, 1, kFast},
+    {128, 192, kPingpong, 1, 1, 2, kFast},
     {64, 32, kTokens, 1, 1, 1, kE5M2},
     {64, 64, kTokens, 1, 1, 1, kE5M2},
     {128, 128, kTokens, 1, 1, 1, kE5M2},
@@ -262,6 +301,7 @@ bool is_swept(const Candidate& c, int64_t m) {
     return m <= 512 && m <= 8 * c.tile_m && c.tile_m < 2 * m + 16;
   }
   const bool narrow = c.engine == Engine::kWgmma && c.tile_n < 64;  // of many blocks: for few tokens
+  if (c.engine == Engine::kWgmma && c.blocks_per_sm > 1 && !narrow) return m <= 4 * c.tile_m;
   return narrow ? m <= c.tile_m : m >= 48;
 }
 
@@ -279,8 +319,8 @@ const std::vector<Candidate>& candidates() {
 }
 
 // For tiles: one; rounds in which the device runs its blocks; steps of K of the blocks that share an SM; megabytes of
-// weights; megabytes that all blocks read. For skinny kernels: one; rounds; megabytes of weights; of tokens, as all
-// blocks read them; steps of K.
+// weights; megabytes that all blocks read; millions of products. For skinny kernels: one; rounds; megabytes of weights;
+// of tokens, as all blocks read them; steps of K; none.
 TimeModel features_of(const Candidate& c, const GemmProblem& problem, int sm_count) {
   const double sms = std::max(1, sm_count);
   const double k = static_cast<double>(problem.k);
@@ -288,15 +328,19 @@ TimeModel features_of(const Candidate& c, const GemmProblem& problem, int sm_cou
   const double tokens = static_cast<double>(std::min<int64_t>(c.tile_m, problem.m));
   const double across = ceil_div(problem.n, c.tile_n);
   if (c.engine == Engine::kSkinny) {
-    return {1, std::ceil(across / (3 * sms)), megabytes, across * tokens * k / 8e6, ceil_div(problem.k, step_of(c))};
+    return {1, std::ceil(across / (3 * sms)), megabytes, across * tokens * k / 8e6, ceil_div(problem.k, step_of(c)), 0};
   }
   // Clusters of 3 and 4 blocks leave SMs of a GPC idle.
   const double usable = c.split >= 4 ? 112.0 / 132 : c.split == 3 ? 120.0 / 132 : 1.0;
-  const double tiles = ceil_div(problem.m, c.tile_m) * across;
+  // Blocks of a cluster work on neighbouring tiles of tokens, the last of them perhaps on none.
+  const double tiles = ceil_div(problem.m, int64_t{c.tile_m} * c.cluster) * c.cluster * across;
   const double filled = std::floor(sms * usable);
-  return {1, std::ceil(tiles * c.split / (filled * c.blocks_per_sm)),
-          std::ceil(tiles * c.split / filled) * ceil_div(ceil_div(problem.k, 128), c.split), megabytes,
-          tiles * (tokens + c.tile_n) * k / 1e6};
+  return {1,
+          std::ceil(tiles * c.split / (filled * c.blocks_per_sm)),
+          std::ceil(tiles * c.split / filled) * ceil_div(ceil_div(problem.k, 128), c.split),
+          megabytes,
+          tiles * (tokens + c.tile_n) * k / 1e6,
+          static_cast<double>(problem.m) * megabytes};
 }
 
 double estimated_time(const Candidate& c, const GemmProblem& problem, const Capability& capability) {
@@ -313,7 +357,11 @@ double estimated_time(const Candidate& c, const GemmProblem& problem, const Capa
     features[2] *= slower;
     features[3] *= slower;
   }
-  return std::inner_product(model.begin(), model.end(), features.begin(), 0.0);
+  // Large products run as fast as power allows, which depends on how often a tile's operands are read.
+  constexpr double kLimited = 2e5, kUntimed = 1.25;
+  const double found = std::inner_product(model.begin(), model.end() - 1, features.begin(), 0.0);
+  if (model.back() == 0 && features.back() >= kLimited) return kUntimed * found;
+  return std::max(found, model.back() * features.back());
 }
 
 const Candidate* measured_best(const GemmProblem& problem, const Capability& capability) {

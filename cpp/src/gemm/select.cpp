@@ -134,12 +134,14 @@ const Candidate* cheapest(const GemmProblem& problem, const Capability& capabili
   return best;
 }
 
-// What was measured on this device: exactly this N, K and output, and the nearest M that is not below the problem's.
+// What was measured on this device: exactly this N, K, output and arithmetic, and the nearest M that is not below the
+// problem's.
 const Candidate* tuned(const GemmProblem& problem, const Capability& capability) {
   const TunedShape* best = nullptr;
-  if (capability.tuned == nullptr || problem.arithmetic != Arithmetic::kInt8) return nullptr;
+  if (capability.tuned == nullptr) return nullptr;
   for (const TunedShape& shape : capability.tuned->shapes) {
     if (shape.n != problem.n || shape.k != problem.k || shape.out != problem.out) continue;
+    if (shape.best->arithmetic != problem.arithmetic) continue;
     if (shape.m < problem.m || shape.m >= 2 * problem.m) continue;
     if (best == nullptr || shape.m < best->m) best = &shape;
   }

@@ -85,6 +85,9 @@ def quantize(
         bool,
         typer.Option(help="with --distill: codes of uniform schemes too, on text that the float model writes as well"),
     ] = False,
+    cache_scales: Annotated[
+        bool, typer.Option("--cache-scales", help="k_scale and v_scale too, of a static FP8 cache")
+    ] = False,
     tokenizer: Annotated[bool, typer.Option(help="whether the folder gets the model's tokenizer")] = True,
     form: Annotated[
         str,
@@ -99,7 +102,8 @@ def quantize(
         from octofuse.cli.quantize import run_quantize
 
         run_quantize(
-            console, model, output, scheme, exceptions or [], calibration, distill, codes, tokenizer, form, device
+            console, model, output, scheme, exceptions or [], calibration, distill, codes, cache_scales, tokenizer, form,
+            device,
         )  # fmt: skip
 
 
@@ -250,14 +254,20 @@ def tune(
     model: Annotated[str | None, typer.Argument(help="a folder, a hub name or 'embedded': tunes its layers")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="N,K of a weight instead of a model; repeatable")] = None,
     tokens: Annotated[str, typer.Option(help="values of M")] = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096",
-    out: Annotated[str, typer.Option(help="output: float16, bfloat16, float32, int8 or int32")] = "float16",
+    out: Annotated[
+        str,
+        typer.Option(help="output: float16, bfloat16, float32, int8 or int32; of float8 not int8 but float8_e4m3fn"),
+    ] = "float16",
+    dtype: Annotated[
+        str, typer.Option(help="operands of --shape, and of layers in floating point: int8, float8")
+    ] = "int8",
     device: Device = "auto",
 ) -> None:
     """Measure the kernels on this GPU and remember the fastest for each shape."""
     with _plain_errors():
         from octofuse.cli.tune import run_tune
 
-        run_tune(console, model, shape or [], tokens, out, device)
+        run_tune(console, model, shape or [], tokens, out, dtype, device)
 
 
 @layouts_app.command(name="show")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octofuse.cli.common import calibration_batches, exceptions_of, load_float, pick_device, warn_of_fallbacks
 from octofuse.cli.files import expect_new_folder, expect_text
+from octofuse.engine import calibrate_cache_
 from octofuse.files import save_pretrained
 from octofuse.files.compressed_tensors_writing import check_scheme
 from octofuse.files.writing import FORMATS_WRITTEN
@@ -30,6 +31,7 @@ def run_quantize(
     calibration: Path | None,
     distill: int,
     codes: bool,
+    cache_scales: bool,
     with_tokenizer: bool,
     form: str,
     device: str,
@@ -47,11 +49,14 @@ def run_quantize(
     expect_new_folder(output)
     expect_text("calibration", calibration)
     calibrates = distill > 0 or any(one.needs_calibration for one in needed)
-    if calibrates and not with_tokenizer:
-        raise ValueError(f"no-tokenizer: expected a scheme that needs no calibration text, got {scheme}")
+    if (calibrates or cache_scales) and not with_tokenizer:
+        got = scheme if calibrates else "--cache-scales"
+        raise ValueError(f"no-tokenizer: expected a scheme that needs no calibration text, got {got}")
     loaded, tokenizer = load_float(model, where, with_tokenizer=with_tokenizer)
     before = weight_bytes(loaded)
-    batches = calibration_batches(tokenizer, loaded, calibration) if calibrates else []
+    batches = calibration_batches(tokenizer, loaded, calibration) if calibrates or cache_scales else []
+    if cache_scales:
+        calibrate_cache_(loaded, batches)
     quantize_(loaded, chosen, batches if calibrates else None, exceptions=others)
     if distill > 0:
         divergence = _distill(loaded, load_float(model, where)[0], batches, distill, codes)

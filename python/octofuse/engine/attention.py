@@ -6,6 +6,7 @@ the cache, quantised where it is, and attend: in a prompt to the tokens themselv
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,13 @@ def rotated(x: Tensor, table: Tensor) -> Tensor:
     return torch.cat([turned, x[..., channels:]], -1)
 
 
+def _halves(pairs: Pairs, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor | None, float | None, Tensor]]:
+    """Codes, their scales, the scale that new ones get, and what is new: of keys, then of values."""
+    key, value = (None, None) if pairs.fixed is None else pairs.fixed
+    yield pairs.keys, pairs.key_scales, key, k
+    yield pairs.values, pairs.value_scales, value, v
+
+
 class TorchAttention:
     """The steps, one by one."""
 
@@ -76,9 +84,9 @@ class TorchAttention:
         positions = torch.arange(length, device=q.device).repeat(batch)
         q, k = self.prepared(q, k, positions, heads, parts)
         q, k, v = (t.view(batch, length, -1, heads.size).transpose(1, 2) for t in (q, k, v))
-        for codes, scales, new in ((pairs.keys, pairs.key_scales, k), (pairs.values, pairs.value_scales, v)):
+        for codes, scales, fixed, new in _halves(pairs, k, v):
             if scales is not None:
-                new, scales[:, :, :length] = encoded(new, codes.dtype)
+                new, scales[:, :, :length] = encoded(new, codes.dtype, fixed)
             codes[:, :, :length] = new
         return _joined(causal(q, k, v, heads), heads)
 
@@ -87,9 +95,9 @@ class TorchAttention:
         q, k, v, pairs, heads, parts, _ = given
         q, k = self.prepared(q, k, positions, heads, parts)
         rows = torch.arange(q.shape[0], device=q.device)
-        for codes, scales, new in ((pairs.keys, pairs.key_scales, k), (pairs.values, pairs.value_scales, v)):
+        for codes, scales, fixed, new in _halves(pairs, k, v):
             if scales is not None:
-                new, new_scales = encoded(new, codes.dtype)
+                new, new_scales = encoded(new, codes.dtype, fixed)
                 scales[rows, :, positions] = new_scales
             codes[rows, :, positions] = new
         at = torch.arange(pairs.keys.shape[2], device=q.device)
@@ -114,7 +122,7 @@ class KernelAttention:
         rotary = self.rotary if heads.rotates else None
         norm, other = parts.query_norm, parts.key_norm
         return AttendCall(
-            q, k, v, pairs.keys, pairs.values, pairs.key_scales, pairs.value_scales, rotary,
+            q, k, v, pairs.keys, pairs.values, pairs.key_scales, pairs.value_scales, pairs.fixed, rotary,
             None if norm is None else norm.weight, None if other is None else other.weight,
             0.0 if norm is None else norm.eps, heads.scaling, heads.window or 0, heads.softcap or 0.0, positions,
             None, self.scratch[0], self.scratch[1], scale,

@@ -10,12 +10,14 @@ from torch import Tensor
 
 class Pairs(NamedTuple):
     """Keys and values of one block, each `[batch, heads, capacity, head size]`, and their scales, fp32 `[batch, heads,
-    capacity]`, where they have 8 bits: int8, or float8_e4m3fn as uint8."""
+    capacity]`, where they have 8 bits: int8, or float8_e4m3fn as uint8. fixed: the scales that new keys and new values
+    get, or None: measured."""
 
     keys: Tensor
     values: Tensor
     key_scales: Tensor | None
     value_scales: Tensor | None
+    fixed: tuple[float, float] | None
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Cache:
 
     codes: Tensor
     scales: Tensor | None
+    fixed: list[tuple[float, float]] | None  # of each block
     rotary: Tensor | None
     scratch: tuple[Tensor, Tensor] | None  # of decode.attend
     head_rows: Tensor | None  # HEAD_ROWS rows for an output head in cuBLAS, zero
@@ -42,4 +45,5 @@ class Cache:
 
     def of_block(self, index: int) -> Pairs:
         keys, values = self.codes[index]
-        return Pairs(keys, values, *((None, None) if self.scales is None else self.scales[index]))
+        key_scales, value_scales = (None, None) if self.scales is None else self.scales[index]
+        return Pairs(keys, values, key_scales, value_scales, None if self.fixed is None else self.fixed[index])

@@ -19,12 +19,13 @@ from torch.nn.functional import linear
 
 from octofuse.engine.attention import Given, KernelAttention, TorchAttention, rotary_table
 from octofuse.engine.cache import Cache, Pairs
+from octofuse.files import cache_scales
 from octofuse.models.architecture import architecture_of, rotary_of
 from octofuse.models.parts import Attend, Parts, attended, fed_forward, parts_of, split_heads
 from octofuse.nn import QUANTISED, FloatingLinear, Norm, inner_of, verb_of
 from octofuse.nn.gathered import GatheredFused
 from octofuse.ops import decode
-from octofuse.ops.cache import CACHE_KINDS, new_codes
+from octofuse.ops.cache import CACHE_KINDS, FIXED, new_codes
 from octofuse.parallel import share_of
 
 HEAD_ROWS = 64  # of the output head at a time: its kernel, and so its bits, then do not depend on the batch
@@ -35,9 +36,11 @@ class Decoder:
 
     The model's tensors are shared: linears that read the same input are put behind each other, and the model's own weights
     become views of that (`nn.joined`). Copies are floating-point Conv1D weights, which are transposed once, and scales and
-    biases of joined layers. cache: None for the model's dtype, "int8" or "fp8".
+    biases of joined layers. cache: None for the model's dtype, "int8", "fp8", or "fp8-static": with the k_scale and v_scale
+    that the model has.
 
-    Raises ValueError for other families, and for variants of these that compute something else.
+    Raises ValueError for other families, for variants of these that compute something else, and for "fp8-static" of a model
+    without these scales.
     """
 
     def __init__(self, model: nn.Module, cache: str | None = None) -> None:
@@ -63,9 +66,26 @@ class Decoder:
         self.norm = self.architecture.norm(model.get_submodule(names.last_norm))
         blocks: Any = model.get_submodule(names.blocks)
         self.blocks = [parts_of(block, self.architecture, joins=True) for block in blocks]
+        self.fixed_scales = self._fixed_scales(blocks) if cache == FIXED else None
         self.fused = decode.serves(self.device, self.dtype, self.heads[0].size, self.width, cache is not None)
         self.streams_head = decode.takes_logits(self.device, self.dtype, self.width)
         self.described, self._tensors = _described(model), [*model.parameters(), *model.buffers()]
+
+    def attention_of(self, block: nn.Module) -> nn.Module:
+        """The module that has the linears of queries, keys and values."""
+        return block.get_submodule(self.architecture.names.qkv[0].rpartition(".")[0])
+
+    def _fixed_scales(self, blocks: Any) -> list[tuple[float, float]]:
+        found = []
+        for index, block in enumerate(blocks):
+            scales = cache_scales.of(self.attention_of(block))
+            if scales is None:
+                raise ValueError(
+                    f"cache: expected a model whose attention has k_scale and v_scale, from its file or from "
+                    f"octofuse.calibrate_cache_, for {FIXED!r}, got none in block {index}"
+                )
+            found.append(scales)
+        return found
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """Room for `capacity` positions of `batch` sequences, all zero."""
@@ -78,7 +98,7 @@ class Decoder:
             scratch = decode.attend_scratch(batch, heads.queries, heads.pairs, heads.size, capacity, self.device)
         pads = self.device.type == "cuda" and not self.streams_head
         rows = self.token_embeddings.new_zeros(HEAD_ROWS, self.width) if pads else None
-        return Cache(codes, scales, rotary, scratch, rows)
+        return Cache(codes, scales, self.fixed_scales, rotary, scratch, rows)
 
     def bytes_of_weights(self) -> int:
         """The model's tensors, and what was copied of them, each byte once however many share it."""
@@ -187,8 +207,9 @@ class Decoder:
 
 def check_cache(cache: str | None) -> None:
     """ValueError for a kind that there is not."""
-    if cache is not None and cache not in CACHE_KINDS:
-        raise ValueError(f"cache: expected None, {' or '.join(map(repr, CACHE_KINDS))}, got {cache!r}")
+    kinds = (*CACHE_KINDS, FIXED)
+    if cache is not None and cache not in kinds:
+        raise ValueError(f"cache: expected None, {', '.join(map(repr, kinds[:-1]))} or {kinds[-1]!r}, got {cache!r}")
 
 
 def _position_embeddings(model: Any, name: str | None, positions: int) -> Tensor | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octofuse.files import cache_scales
 from octofuse.files.compressed_tensors import FLOAT8, PACKED, UNPACKED
 from octofuse.files.words import pack_words
 from octofuse.nn import EightBitLinear
@@ -107,5 +108,5 @@ def config_of(model: nn.Module, layers: Mapping[str, Any]) -> dict[str, Any]:
         "format": forms.pop() if len(forms) == 1 else "mixed-precision",
         "config_groups": groups,
         "ignore": floats,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": cache_scales.scheme_of(model),
     }

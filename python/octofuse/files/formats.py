@@ -68,8 +68,6 @@ class EightBits(Stored):
         found = {"weight": Want((self.scheme.dtype,), ((n, k),)), self.scale: Want(FLOATS, scales)}
         if self.scheme.is_static:
             found["input_scale"] = Want(FLOATS, ((1,), ()))
-        if self.scheme.values == "float8":  # of a cache in FP8: this library's caches measure their own
-            found |= {name: Want(FLOATS, ((1,), ()), optional=True) for name in ("k_scale", "v_scale")}
         return found
 
     def layer(self, tensors: Mapping[str, Tensor], n: int, k: int, dtype: torch.dtype) -> nn.Module:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from octofuse.files import cache_scales
 from octofuse.files.awq import Awq
 from octofuse.files.bitsandbytes import BitsAndBytes
 from octofuse.files.compressed_tensors import CompressedTensors
@@ -32,8 +33,8 @@ FORMATS: dict[str, type[Format]] = {
     "compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq, "fp8": Fp8, "modelopt": ModelOpt,
     "bitsandbytes": BitsAndBytes, METHOD: Own,
 }  # fmt: skip
-# Scales of a quantised cache: this library's caches measure their own, for every token and head. The other: computed.
-_LEFT_OUT = re.compile(r"\.(?:[kqv]_scale|[kv]_zero_point|rotary_emb\.inv_freq)$")
+# Of a cache that this library has not, or of queries; the last: computed.
+_LEFT_OUT = re.compile(r"\.(?:q_scale|[kv]_zero_point|rotary_emb\.inv_freq)$")
 # Tensors that no other layer has.
 _OF_QUANTISED = {"qweight", "qzeros", "weight_packed", "weight_zero_point", "weight_scale_inv", "weight_absmax", "SCB"}
 
@@ -71,8 +72,11 @@ class Reader:
             self.format = FORMATS[method](config)
         except ValueError as error:
             raise ValueError(f"quantization_config ({method}): {error}") from None
+        self.renames = {**cache_scales.RENAMES, **self.format.renames}
         self.device = device
         self.dtype = torch.float32
+
+    renames: Mapping[str, str]  # the format's, and of a cache's scales
 
     def before(self, model: Any, files: list[Path], dtype: torch.dtype) -> None:
         """ValueError that names the file and the tensor of which something is wrong; the model is then of no use."""
@@ -81,7 +85,8 @@ class Reader:
         linears = {
             name: Linear(layer, *_sizes(layer)) for name, layer in (linear_layers(model) | output_heads(model)).items()
         }
-        headers, in_file = renamed(model, headers, self.format.renames)
+        headers, in_file = renamed(model, headers, self.renames)
+        cache_scales.make_room(model, headers)
         found = planned(self.format, linears, headers, f"{model.base_model_prefix}.", in_file)
         if not found:
             raise ValueError(f"{files[0]}: expected quantised linears, as quantization_config says, got none")

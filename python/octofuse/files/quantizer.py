@@ -125,7 +125,7 @@ class OctofuseQuantizer(HfQuantizer):  # type: ignore[misc]
         return QuantiseOp(self.work)
 
     def get_weight_conversions(self) -> list[WeightRenaming]:
-        renames = self.work.format.renames if isinstance(self.work, Reader) else {}
+        renames = self.work.renames if isinstance(self.work, Reader) else {}
         return [WeightRenaming(pattern, put) for pattern, put in renames.items()]
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, Any]]:

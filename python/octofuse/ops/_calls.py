@@ -119,6 +119,7 @@ class AttendCall(NamedTuple):
     values: Tensor
     key_scales: Tensor | None
     value_scales: Tensor | None
+    fixed_scales: tuple[float, float] | None
     rotary: Tensor | None
     query_norm: Tensor | None
     key_norm: Tensor | None

@@ -39,11 +39,11 @@ def refuse_gradients(op: str, /, **tensors: Any) -> None:
             )
 
 
-def dtype_name(out_dtype: Any) -> str:
+def dtype_name(dtype: Any, argument: str = "out_dtype") -> str:
     """The name by which selection and tuning know a torch dtype: as torch prints it, without the prefix."""
-    if not isinstance(out_dtype, torch.dtype):
-        raise TypeError(f"out_dtype: expected torch.dtype, got {type(out_dtype).__name__}")
-    return str(out_dtype).removeprefix("torch.")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{argument}: expected torch.dtype, got {type(dtype).__name__}")
+    return str(dtype).removeprefix("torch.")
 
 
 def as_tensor(name: str, scale: Any, like: Tensor) -> Any:

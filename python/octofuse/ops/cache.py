@@ -20,24 +20,32 @@ from octofuse.ops.quantize import quantize_per_token
 
 FP8_MOST = 448.0  # of float8_e4m3fn
 CACHE_KINDS = ("int8", "fp8")
+FIXED = "fp8-static"  # fp8 with scales that the model has
 
 
 def new_codes(shape: tuple[int, ...], kind: str | None, like: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Codes and their scales, zero; kind: one of CACHE_KINDS, or None for the dtype of `like`."""
+    """Codes and their scales, zero; kind: one of CACHE_KINDS, FIXED, or None for the dtype of `like`."""
     if kind is None:
         return like.new_zeros(shape), None
     dtype = torch.int8 if kind == "int8" else torch.uint8
     return like.new_zeros(shape, dtype=dtype), like.new_zeros(shape[:-1], dtype=torch.float32)
 
 
-def encoded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x `[..., D]` -> codes of dtype int8 or uint8 (e4m3), and fp32 scales `[...]`: largest magnitude / 127, or / 448."""
+def encoded(x: Tensor, dtype: torch.dtype, fixed: float | None = None) -> tuple[Tensor, Tensor]:
+    """x `[..., D]` -> codes of dtype int8 or uint8 (e4m3), and fp32 scales `[...]`: largest magnitude / 127, or / 448.
+
+    fixed: of e4m3, the scale of all; what lies beyond 448 of it is cut off.
+    """
     if dtype == torch.int8:
         codes, scales = quantize_per_token(x.contiguous())
         return codes, scales.view(x.shape[:-1])
     amax = x.abs().amax(-1).float()
-    scales = torch.where(amax == 0, torch.ones_like(amax), amax / FP8_MOST)
-    return (x.float() * (1 / scales).unsqueeze(-1)).to(torch.float8_e4m3fn).view(torch.uint8), scales
+    if fixed is None:
+        scales = torch.where(amax == 0, torch.ones_like(amax), amax / FP8_MOST)
+    else:
+        scales = torch.full_like(amax, fixed)
+    codes = (x.float() * (1 / scales).unsqueeze(-1)).clamp(-FP8_MOST, FP8_MOST)
+    return codes.to(torch.float8_e4m3fn).view(torch.uint8), scales
 
 
 def decoded(codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:

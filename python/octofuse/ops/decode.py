@@ -120,6 +120,8 @@ def append(call: AttendCall) -> None:
     positions: None, or int64 `[B]`: where each sequence's first token stands.
     keys, values `[B, P, C, D]`: like q, or int8 or uint8 (float8_e4m3fn) with key_scales and value_scales, fp32
         `[B, P, C]`: then a token's D values share a scale, their largest magnitude / 127 or / 448; D: a multiple of 16.
+    fixed_scales: None, or beside float8 the scale of all new keys and that of all new values, which go into key_scales and
+        value_scales; what lies beyond 448 of them is cut off.
     rotary: fp32 `[at least C, R]`: cosines and sines of each position's R / 2 angles; channel i < R / 2 turns with
         channel i + R / 2. None: nothing is rotated. query_norm, key_norm: fp32, or like q, `[D]`: weights of RMS norms
         with eps in front of that.

@@ -118,7 +118,6 @@ def _explain_gemm(
     double = out_dtype == torch.float32 and activation not in (None, "relu")
     if x.is_cuda:
         raw = out_dtype == torch.int32
-        out_dtype = torch.int8 if out_dtype == torch.float8_e4m3fn else out_dtype  # the choice is the same
         kind = (dtype_name(out_dtype), raw, double, engine)
         arithmetic = _arithmetic(x, fast_accumulate)
         return _explanation(_C.explain(m, n, k, *kind, x.get_device(), arithmetic, block_scales))

@@ -27,6 +27,7 @@ from octofuse import _C
 from octofuse.ops import gemm
 from octofuse.ops._guard import dtype_name
 from octofuse.ops.explain import explain, tune_cublaslt
+from octofuse.ops.linear import linear
 from octofuse.ops.measure import device_time, overlap
 
 FORMAT = 1
@@ -34,7 +35,8 @@ WORTH_TIMING = 2.0  # times the lowest estimate
 AT_LEAST = 6  # kernels, however far their estimates
 
 Shape = tuple[int, int, int]
-_tuned: dict[int, dict[str, str]] = {}  # device -> "M,N,K,dtype" -> kernel
+# device -> "M,N,K,dtype of the output" of int8, of float8 ",float8" or ",float8_fast" behind it -> kernel
+_tuned: dict[int, dict[str, str]] = {}
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def load(device: int) -> int:
         _tell(device, kernels)
         for shape, entry in found.items():
             if "algorithm" in entry:
-                m, n, k, out = _parse(shape)
+                m, n, k, out, _ = _parse(shape)
                 _C.prefer_cublaslt(m, n, k, out == "int8", int(entry["algorithm"]), device)
         _tuned[device] = kernels
         return len(kernels)
@@ -104,7 +106,7 @@ def load(device: int) -> int:
 
 
 def entries(device: int) -> list[tuple[int, int, int, str, str]]:
-    """(M, N, K, output dtype, kernel) of every tuned shape of a device."""
+    """(M, N, K, output dtype, kernel) of every tuned shape of a device; the kernel's name tells int8 from float8."""
     if device not in _tuned:
         load(device)
     return _table(_tuned[device])
@@ -115,6 +117,8 @@ def tune(
     *,
     device: torch.device | str | int | None = None,
     out_dtype: torch.dtype = torch.float16,
+    dtype: torch.dtype = torch.int8,
+    fast_accumulate: bool = False,
     save: bool = True,
     on_shape: Callable[[Tuned], None] | None = None,
 ) -> list[Tuned]:
@@ -124,15 +128,15 @@ def tune(
         shapes: (M, N, K), each at least 1.
         device: a CUDA device; default: the current one.
         out_dtype: fp16, bf16, fp32 or int8 outputs of the fused linears, or int32: the raw product, where cuBLASLt's
-            algorithms are timed as well.
+            algorithms are timed as well. Of float8 operands fp16, bf16, fp32 or float8_e4m3fn.
+        dtype: of the operands: int8 or float8_e4m3fn.
+        fast_accumulate: of float8, the sums that `linear` calls so, as layers have them with scales by row or tensor.
         save: also write the results to `cache_path()`.
         on_shape: called after each shape.
 
     Raises ValueError for a shape below 1 or another dtype, RuntimeError without a GPU or during graph capture.
     """
-    name = dtype_name(out_dtype)
-    if name not in ("float16", "bfloat16", "float32", "int8", "int32"):
-        raise ValueError(f"out_dtype: expected float16, bfloat16, float32, int8 or int32, got {name}")
+    kind = _kind(dtype, fast_accumulate, out_dtype)
     wanted = [tuple(shape) for shape in shapes]
     for shape in wanted:
         if len(shape) != 3 or not all(isinstance(v, int) and v >= 1 for v in shape):
@@ -149,65 +153,105 @@ def tune(
     entries(index)  # what the file holds stays known beside what is new
     with torch.cuda.device(index), overlap(False):
         for m, n, k in wanted:
-            found, entry = _tune_one(m, n, k, name, index)
-            _tuned[index][f"{m},{n},{k},{name}"] = found.kernel
+            found, entry = _tune_one((m, n, k), kind, index)
+            key = kind.key((m, n, k))
+            _tuned[index][key] = found.kernel
             _tell(index, _tuned[index])
             if save:
                 with _degrading("could not be written"):
-                    _write(cache_path(), device_key(index), {f"{m},{n},{k},{name}": entry})
+                    _write(cache_path(), device_key(index), {key: entry})
             results.append(found)
             if on_shape is not None:
                 on_shape(found)
     return results
 
 
-def _tune_one(m: int, n: int, k: int, out: str, device: int) -> tuple[Tuned, dict[str, Any]]:
-    dtype = getattr(torch, out)
-    sets = _operands(m, n, k)
+@dataclass(frozen=True)
+class _Kind:
+    """What a call's choice depends on beside its shape."""
+
+    out: torch.dtype
+    arithmetic: str  # as `_C` calls it
+
+    @property
+    def raw(self) -> bool:
+        return self.out == torch.int32
+
+    def key(self, shape: Shape) -> str:
+        suffix = "" if self.arithmetic == "int8" else f",{self.arithmetic}"
+        return ",".join(map(str, shape)) + f",{dtype_name(self.out)}{suffix}"
+
+    def operands(self, m: int, n: int, k: int) -> list[tuple[Tensor, ...]]:
+        """Sets that together exceed the L2 cache twice: weights then come from memory, as in a model."""
+        cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        count = max(2, min(64, -(-2 * cache // (n * k + m * k))))
+        dtype = torch.int8 if self.arithmetic == "int8" else torch.float8_e4m3fn
+
+        def values(rows: int) -> Tensor:
+            if dtype == torch.int8:
+                return torch.randint(-128, 128, (rows, k), dtype=dtype, device="cuda")
+            return torch.randn(rows, k, dtype=torch.float16, device="cuda").to(dtype)
+
+        def scale(*shape: int) -> Tensor:
+            return torch.rand(*shape, device="cuda")
+
+        return [(values(m), values(n), scale(m, 1), scale(n), scale(n)) for _ in range(count)]
+
+    def call(self, s: tuple[Tensor, ...], engine: str) -> Tensor:
+        if self.arithmetic != "int8":
+            out_scale = 1.0 if self.out == torch.float8_e4m3fn else None
+            fast = self.arithmetic == "float8_fast"
+            return linear(*s, out_dtype=self.out, out_scale=out_scale, engine=engine, fast_accumulate=fast)
+        if self.raw:
+            return gemm.i8i32_matmul(s[0], s[1], engine=engine)
+        if self.out == torch.int8:
+            return gemm.i8i8_linear(*s, out_scale=1.0, engine=engine)
+        return gemm.i8f16_linear(*s, out_dtype=self.out, engine=engine)
+
+
+def _kind(dtype: torch.dtype, fast: bool, out: torch.dtype) -> _Kind:
+    outputs = {"int8": ("float16", "bfloat16", "float32", "int8", "int32"),
+               "float8_e4m3fn": ("float16", "bfloat16", "float32", "float8_e4m3fn")}  # fmt: skip
+    operands = dtype_name(dtype, "dtype")
+    if operands not in outputs:
+        raise ValueError(f"dtype: expected int8 or float8_e4m3fn, got {operands}")
+    if fast and operands == "int8":
+        raise ValueError("fast_accumulate: expected False for int8, whose sums are exact, got True")
+    *others, last = outputs[operands]
+    if (name := dtype_name(out)) not in outputs[operands]:
+        raise ValueError(f"out_dtype: expected {', '.join(others)} or {last} for {operands}, got {name}")
+    return _Kind(out, "int8" if operands == "int8" else "float8_fast" if fast else "float8")
+
+
+def _tune_one(shape: Shape, kind: _Kind, device: int) -> tuple[Tuned, dict[str, Any]]:
+    sets = kind.operands(*shape)
     entry: dict[str, Any] = {}
-    worth = _worth_timing(m, n, k, out, device)
+    worth = _worth_timing(shape, kind, device)
     if "cublaslt" in worth:
         times = tune_cublaslt(sets[0][0], sets[0][1])
         entry["algorithm"] = min(times, key=lambda index: times[index])
 
     def time_of(engine: str) -> float:
-        return device_time([functools.partial(_call, s, dtype, engine) for s in sets], repeats=7)
+        return device_time([functools.partial(kind.call, s, engine) for s in sets], repeats=7)
 
-    before = explain(sets[0][0], sets[0][1], out_dtype=dtype).chosen
+    fast = kind.arithmetic == "float8_fast"
+    before = explain(sets[0][0], sets[0][1], out_dtype=kind.out, fast_accumulate=fast).chosen
     before_us = time_of(before)
     best, best_us = before, before_us
     for name in worth:
         if name != before and (us := time_of(name)) < best_us:
             best, best_us = name, us
     entry |= {"kernel": best, "us": round(best_us, 3)}
-    return Tuned((m, n, k), before, before_us, best, best_us), entry
+    return Tuned(shape, before, before_us, best, best_us), entry
 
 
-def _worth_timing(m: int, n: int, k: int, out: str, device: int) -> list[str]:
-    estimates = sorted(_C.estimates(m, n, k, out, out == "int32", device), key=lambda pair: pair[1])
+def _worth_timing(shape: Shape, kind: _Kind, device: int) -> list[str]:
+    """Of float8 this library's kernels alone: how cuBLASLt adds up may depend on M."""
+    found = _C.estimates(*shape, dtype_name(kind.out), kind.raw, device, kind.arithmetic)
+    estimates = sorted(found, key=lambda pair: pair[1])
     real = [(name, us) for name, us in estimates if us < 1e6]
     worth = [name for i, (name, us) in enumerate(real) if i < AT_LEAST or us <= WORTH_TIMING * real[0][1]]
-    return worth + [name for name, us in estimates if out == "int32" and name == "cublaslt"]
-
-
-def _operands(m: int, n: int, k: int) -> list[tuple[Tensor, ...]]:
-    """Sets of operands that together exceed the L2 cache twice: weights then come from memory, as in a model."""
-    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    count = max(2, min(64, -(-2 * cache // (n * k + m * k))))
-    made: list[tuple[Tensor, ...]] = []
-    for _ in range(count):
-        x = torch.randint(-128, 128, (m, k), dtype=torch.int8, device="cuda")
-        w = torch.randint(-128, 128, (n, k), dtype=torch.int8, device="cuda")
-        made.append((x, w, torch.rand(m, 1, device="cuda"), torch.rand(n, device="cuda"), torch.rand(n, device="cuda")))
-    return made
-
-
-def _call(s: tuple[Tensor, ...], dtype: torch.dtype, engine: str) -> Tensor:
-    if dtype == torch.int32:
-        return gemm.i8i32_matmul(s[0], s[1], engine=engine)
-    if dtype == torch.int8:
-        return gemm.i8i8_linear(*s, out_scale=1.0, engine=engine)
-    return gemm.i8f16_linear(*s, out_dtype=dtype, engine=engine)
+    return worth + [name for name, us in estimates if kind.raw and name == "cublaslt"]
 
 
 def _tell(device: int, kernels: dict[str, str]) -> None:
@@ -215,12 +259,12 @@ def _tell(device: int, kernels: dict[str, str]) -> None:
 
 
 def _table(kernels: dict[str, str]) -> list[tuple[int, int, int, str, str]]:
-    return [(*_parse(shape), kernel) for shape, kernel in kernels.items()]
+    return [(*_parse(shape)[:4], kernel) for shape, kernel in kernels.items()]
 
 
-def _parse(shape: str) -> tuple[int, int, int, str]:
-    m, n, k, out = shape.split(",")
-    return int(m), int(n), int(k), out
+def _parse(shape: str) -> tuple[int, int, int, str, str]:
+    m, n, k, out, *arithmetic = shape.split(",")
+    return int(m), int(n), int(k), out, arithmetic[0] if arithmetic else "int8"
 
 
 _warned = False

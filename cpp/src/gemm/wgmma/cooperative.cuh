@@ -1,6 +1,7 @@
-// The persistent form for sums that are promoted, which need two sets of registers: both consumer warpgroups multiply
-// 64 rows each of the same tile, and while one adds a block's sums to the others, the tensor cores work for its
-// neighbour. Ring, producer, multicast and vectors are those of pingpong.cuh; one more warp reads the blocks' scales.
+// The persistent form whose two consumer warpgroups multiply 64 rows each of the same tile. For tiles of 256 channels,
+// whose operands are read least often, and for sums that are promoted, which need two sets of registers: while one
+// warpgroup adds a block's sums to the others, the tensor cores work for its neighbour. Ring, producer, multicast and
+// vectors are those of pingpong.cuh; where sums are promoted, one more warp reads the blocks' scales.
 #pragma once
 
 #include "gemm/wgmma/pingpong.cuh"
@@ -10,14 +11,17 @@ namespace octofuse::wgmma {
 template <int kCols_, Arithmetic kArithmetic_>
 struct CooperativeTile : PingpongTile<2, kCols_, kArithmetic_> {
   using Base = PingpongTile<2, kCols_, kArithmetic_>;
-  static_assert(promotes(kArithmetic_) && kScaleBlock % kCols_ == 0, "channels must lie in one block");
+  static_assert(!promotes(kArithmetic_) || kScaleBlock % kCols_ == 0, "channels must lie in one block");
   static constexpr Form kForm = Form::kCooperative;
   static constexpr int kRowBlocks = 1;  // of a warpgroup
   static constexpr int kSize = kCols_ / 2;
   static constexpr int kConsumerRegisters = 224;
   static constexpr int kOtherRegisters = 56;
   static constexpr int kFactors = Base::kVectors + 32;  // the warp that reads scales
-  using Factors = FactorRing<Base::kRows, Base::kProducer>;
+  struct NoFactors {
+    __device__ void init() {}
+  };
+  using Factors = std::conditional_t<promotes(kArithmetic_), FactorRing<Base::kRows, Base::kProducer>, NoFactors>;
   struct Shared : Base::Shared {
     Factors factors;
   };
@@ -94,6 +98,47 @@ class HalfProduct {
   int thread_;
 };
 
+// What a warpgroup does with its half of every tile.
+template <class Tile, class Epilogue>
+__device__ void consume_halves(const KernelArgs& args, typename Tile::Shared& shared, const uint8_t* ring,
+                               uint8_t* staging, int warpgroup, int thread) {
+  Ring<Tile::kStages> at;
+  int slot = 0;
+  uint32_t phase = 0;
+  const auto finish = [&](const TileWalk& tile, typename Tile::Register(&sums)[Tile::kSize]) {
+    at.advance(args.k_blocks);
+    shared.vectors_full[slot].wait(phase);
+    finish_pieces<Tile, Epilogue>(args, tile, shared.vectors[slot], staging, warpgroup, 64 * warpgroup, thread, sums);
+    shared.vectors_empty[slot].arrive();
+    phase ^= static_cast<uint32_t>(slot);
+    slot ^= 1;
+  };
+  if constexpr (promotes(Tile::kArithmetic)) {
+    FactorReader<typename Tile::Factors, false, Tile::kCols> reader(args, shared.factors, 64 * warpgroup, thread);
+    for (TileWalk tile(args, 0, 1); tile.valid(); tile.next()) {
+      float sums[Tile::kSize];
+      HalfProduct<Tile>(args, shared, ring, reader, at, warpgroup, thread).add_to(sums);
+      finish(tile, sums);
+    }
+  } else {
+    for (TileWalk tile(args, 0, 1); tile.valid(); tile.next()) {
+      typename Tile::Register sums[Tile::kSize];
+      multiply_tile<Tile>(args, shared, ring, at, warpgroup, thread, sums);
+      finish(tile, sums);
+    }
+  }
+}
+
+template <class Tile>
+__device__ void write_factors(const KernelArgs& args, typename Tile::Shared& shared, int lane) {
+  if (args.x_blocks.data == nullptr) return;
+  wait_for_predecessors();
+  FactorWriter<typename Tile::Factors, Tile::kRows> writer(args, shared.factors, lane);
+  for (TileWalk tile(args, 0, 1); tile.valid(); tile.next()) {
+    writer.write(tile.tile_m * Tile::kRows, tile.tile_n * Tile::kCols);
+  }
+}
+
 template <class Tile, class Epilogue>
 __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_cooperative(const __grid_constant__ KernelArgs args) {
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -109,32 +154,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_cooperative(const __gr
     cutlass::arch::warpgroup_reg_dealloc<Tile::kOtherRegisters>();
     if (thread == Tile::kProducer) produce_tiles<Tile>(args, shared, ring);
     if (thread / 32 == Tile::kVectors / 32) read_vectors<Tile>(args, shared, thread % 32);
-    if (thread / 32 == Tile::kFactors / 32 && args.x_blocks.data != nullptr) {
-      wait_for_predecessors();
-      FactorWriter<typename Tile::Factors, Tile::kRows> writer(args, shared.factors, thread % 32);
-      for (TileWalk tile(args, 0, 1); tile.valid(); tile.next()) {
-        writer.write(tile.tile_m * Tile::kRows, tile.tile_n * Tile::kCols);
-      }
+    if constexpr (promotes(Tile::kArithmetic)) {
+      if (thread / 32 == Tile::kFactors / 32) write_factors<Tile>(args, shared, thread % 32);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();
     const int warpgroup = warpgroup_of(thread);
     uint8_t* staging = ring + Tile::kStages * Tile::kStageBytes + warpgroup * 2 * Tile::Piece::kStagingBytes;
-    FactorReader<typename Tile::Factors, false, Tile::kCols> reader(args, shared.factors, 64 * warpgroup, thread % 128);
-    Ring<Tile::kStages> at;
-    int slot = 0;
-    uint32_t phase = 0;
-    for (TileWalk tile(args, 0, 1); tile.valid(); tile.next()) {
-      float sums[Tile::kSize];
-      HalfProduct<Tile>(args, shared, ring, reader, at, warpgroup, thread % 128).add_to(sums);
-      at.advance(args.k_blocks);
-      shared.vectors_full[slot].wait(phase);
-      finish_pieces<Tile, Epilogue>(args, tile, shared.vectors[slot], staging, warpgroup, 64 * warpgroup, thread % 128,
-                                    sums);
-      shared.vectors_empty[slot].arrive();
-      phase ^= static_cast<uint32_t>(slot);
-      slot ^= 1;
-    }
+    consume_halves<Tile, Epilogue>(args, shared, ring, staging, warpgroup, thread % 128);
   }
   __syncwarp();
   meet(args);

@@ -36,7 +36,7 @@ struct PingpongTile {
   static constexpr int kBytesA = kRows * kBlockK;
   static constexpr int kStageBytes = (kRows + kCols) * kBlockK;
   static constexpr int kSize = kRowBlocks * kCols / 2;  // accumulators of a thread
-  static constexpr int kPieceCols = 32;
+  static constexpr int kPieceCols = kCols % 32 == 0 ? 32 : 16;
   static constexpr int kPieces = kCols / kPieceCols;  // of 64 rows
   using Piece = octofuse::Piece<kPieceCols>;
   struct Shared {
@@ -155,21 +155,23 @@ __device__ void read_vectors(const KernelArgs& args, typename Tile::Shared& shar
   }
 }
 
-// One tile's product, from the ring's position `at`.
+// One warpgroup's product, from the ring's position `at`: of a whole tile, or with Form::kCooperative of its own rows.
 template <class Tile>
 __device__ void multiply_tile(const KernelArgs& args, typename Tile::Shared& shared, const uint8_t* ring,
-                              Ring<Tile::kStages> at, int turn, int thread, typename Tile::Register (&d)[Tile::kSize]) {
+                              Ring<Tile::kStages> at, int warpgroup, int thread,
+                              typename Tile::Register (&d)[Tile::kSize]) {
   using Fragment = typename Tile::Register[Tile::kCols / 2];
   // The stage is free in every block whose producer writes to it: one thread tells each of them.
   const auto release = [&](int stage) {
     if (thread < args.cluster) shared.empty[stage].arrive(static_cast<uint32_t>(thread));
   };
-  const uint64_t a0 = tile_descriptor(ring);
+  constexpr bool kShared = Tile::kForm == Form::kCooperative;
+  const uint64_t a0 = tile_descriptor(ring + (kShared ? warpgroup * 64 * kBlockK : 0));
   const uint64_t b0 = tile_descriptor(ring + Tile::kBytesA);
   int last = 0;
   for (int k = 0; k < args.k_blocks; ++k) {
     shared.full[at.stage].wait(at.phase);
-    if (k == args.k_blocks - 1 && thread == 0) shared.turn_over[turn].arrive();
+    if (!kShared && k == args.k_blocks - 1 && thread == 0) shared.turn_over[warpgroup].arrive();
     const uint64_t offset = static_cast<uint64_t>(at.stage) * (Tile::kStageBytes / 16);
     fence_registers(d);
     cute::warpgroup_arrive();

@@ -7,16 +7,23 @@
 // so that the files compile side by side. Tiles that promote sums have room for two sets of them, and channels that
 // divide a block of 128.
 #define OCTOFUSE_WGMMA_NARROW_TILES(X) \
+  X(1, 48, kTokens, kInt8)             \
   X(1, 64, kTokens, kInt8)             \
+  X(1, 80, kTokens, kInt8)             \
   X(1, 96, kTokens, kInt8)             \
+  X(1, 112, kTokens, kInt8)            \
   X(1, 128, kTokens, kInt8)            \
+  X(1, 160, kTokens, kInt8)            \
+  X(1, 224, kTokens, kInt8)            \
   X(2, 64, kTokens, kInt8)             \
   X(2, 96, kTokens, kInt8)
 
 #define OCTOFUSE_WGMMA_BROAD_TILES(X) \
   X(2, 128, kTokens, kInt8)           \
   X(2, 144, kTokens, kInt8)           \
+  X(2, 160, kTokens, kInt8)           \
   X(2, 192, kTokens, kInt8)           \
+  X(2, 224, kTokens, kInt8)           \
   X(2, 240, kTokens, kInt8)           \
   X(2, 256, kTokens, kInt8)
 
@@ -37,8 +44,13 @@
   X(2, 192, kSwapped, kInt8)
 
 #define OCTOFUSE_WGMMA_PINGPONG_TILES(X) \
+  X(1, 112, kPingpong, kInt8)            \
+  X(1, 128, kPingpong, kInt8)            \
+  X(2, 96, kPingpong, kInt8)             \
+  X(2, 112, kPingpong, kInt8)            \
   X(2, 128, kPingpong, kInt8)            \
-  X(1, 128, kPingpong, kInt8)
+  X(2, 160, kPingpong, kInt8)            \
+  X(2, 192, kPingpong, kInt8)
 
 #define OCTOFUSE_WGMMA_FLOAT8_TILES(X) \
   X(1, 16, kTokens, kFloat8)           \
@@ -57,12 +69,19 @@
 #define OCTOFUSE_WGMMA_FLOAT8_FAST_TILES(X) \
   X(1, 16, kTokens, kFloat8Fast)            \
   X(1, 32, kTokens, kFloat8Fast)            \
+  X(1, 56, kTokens, kFloat8Fast)            \
   X(1, 64, kTokens, kFloat8Fast)            \
+  X(1, 80, kTokens, kFloat8Fast)            \
+  X(1, 112, kTokens, kFloat8Fast)           \
   X(1, 128, kTokens, kFloat8Fast)           \
+  X(1, 224, kTokens, kFloat8Fast)           \
   X(2, 64, kTokens, kFloat8Fast)            \
+  X(2, 80, kTokens, kFloat8Fast)            \
   X(2, 96, kTokens, kFloat8Fast)            \
   X(2, 128, kTokens, kFloat8Fast)           \
+  X(2, 160, kTokens, kFloat8Fast)           \
   X(2, 192, kTokens, kFloat8Fast)           \
+  X(2, 224, kTokens, kFloat8Fast)           \
   X(2, 256, kTokens, kFloat8Fast)           \
   X(1, 16, kSwapped, kFloat8Fast)           \
   X(1, 32, kSwapped, kFloat8Fast)           \
@@ -74,10 +93,18 @@
   X(2, 64, kSwapped, kFloat8Fast)
 
 #define OCTOFUSE_WGMMA_FLOAT8_PINGPONG_TILES(X) \
+  X(1, 112, kPingpong, kFloat8Fast)             \
+  X(1, 128, kPingpong, kFloat8Fast)             \
+  X(2, 96, kPingpong, kFloat8Fast)              \
+  X(2, 112, kPingpong, kFloat8Fast)             \
   X(2, 128, kPingpong, kFloat8Fast)             \
-  X(1, 128, kPingpong, kFloat8Fast)
+  X(2, 160, kPingpong, kFloat8Fast)             \
+  X(2, 192, kPingpong, kFloat8Fast)
 
-#define OCTOFUSE_WGMMA_FLOAT8_COOPERATIVE_TILES(X) X(2, 128, kCooperative, kFloat8)
+#define OCTOFUSE_WGMMA_COOPERATIVE_TILES(X) \
+  X(2, 128, kCooperative, kFloat8)          \
+  X(2, 256, kCooperative, kFloat8Fast)      \
+  X(2, 256, kCooperative, kInt8)
 
 #define OCTOFUSE_WGMMA_E5M2_TILES(X) \
   X(1, 32, kTokens, kE5M2)           \
@@ -94,7 +121,7 @@
   OCTOFUSE_WGMMA_PINGPONG_TILES(X)    \
   OCTOFUSE_WGMMA_FLOAT8_TILES(X)      \
   OCTOFUSE_WGMMA_FLOAT8_FAST_TILES(X) \
-  OCTOFUSE_WGMMA_FLOAT8_PINGPONG_TILES(X) OCTOFUSE_WGMMA_FLOAT8_COOPERATIVE_TILES(X) OCTOFUSE_WGMMA_E5M2_TILES(X)
+  OCTOFUSE_WGMMA_FLOAT8_PINGPONG_TILES(X) OCTOFUSE_WGMMA_COOPERATIVE_TILES(X) OCTOFUSE_WGMMA_E5M2_TILES(X)
 
 namespace octofuse::wgmma {
 
