@@ -22,7 +22,7 @@ PYTHON = {
     "layouts": {"ops"},
     "nn": {"ops", "quant"},
     "models": {"_C", "files", "nn", "ops", "quant"},  # _C: its file, whose machine code `explain` reads
-    "parallel": {"models", "nn", "ops", "quant"},
+    "parallel": {"files", "models", "nn", "ops", "quant"},
     "engine": {"files", "models", "nn", "ops", "parallel"},
     "files": {"nn", "quant"},
     "generate": {"engine", "models", "ops", "parallel"},

@@ -201,7 +201,6 @@ def refusals(mesh: DeviceMesh) -> list[str]:
     found.append(message(lambda: shard_(blocks, mesh)))
     found.append(message(lambda: Generator(model, cache="int4", mesh=mesh)))
     shard_(model, mesh)
-    found.append(message(lambda: model(tokens_of(1, 4))))
     found.append(message(lambda: model.save_pretrained("nowhere")))
     found.append(message(lambda: quantize_(model, "w8a16", progress=False)))
     found.append(message(lambda: shard_(model, mesh)))
@@ -221,7 +220,6 @@ def test_refusals(tmp_path: Path) -> None:
         "mesh: expected ranks that are alike, got the model",
         "rows: expected whole blocks of 128 of a weight with a scale for each, got 0 to 96",
         "cache: expected None, 'int8', 'fp8' or 'fp8-static', got 'int4'",
-        "model: expected a whole model, got one rank's part, which octofuse.Generator alone can run",
         "model: expected a whole model, got one rank's part; save it before it is sharded",
         "model: expected a floating-point model",
         r"model: expected a whole model, got a part of one \(rank . of 2\)",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from octofuse.files import cache_scales
+from octofuse.files import cache_scales, tensor_parallel
 from octofuse.files.awq import Awq
 from octofuse.files.bitsandbytes import BitsAndBytes
 from octofuse.files.compressed_tensors import CompressedTensors
@@ -238,7 +238,12 @@ def disable() -> None:
 
 
 def from_pretrained(
-    name: str | Path, device: torch.device | str = "cpu", *, dtype: torch.dtype | str = "auto", **options: Any
+    name: str | Path,
+    device: torch.device | str = "cpu",
+    *,
+    dtype: torch.dtype | str = "auto",
+    mesh: Any = None,
+    **options: Any,
 ) -> Any:
     """A transformers model of the class that its config names, its quantised linears as layers of this library, in eval
     mode.
@@ -250,6 +255,7 @@ def from_pretrained(
             one that `octofuse quantize` has written; or a floating-point model, which stays one.
         device: where its tensors go.
         dtype: of what is not quantised, and of the layers' scales; "auto": the checkpoint's.
+        mesh: of ranks that share the model, as `octofuse.parallel.shard_` takes it: each keeps its part, on its device.
         options: for transformers' `from_pretrained`.
 
     Raises:
@@ -258,6 +264,8 @@ def from_pretrained(
     """
     if "device_map" in options:
         raise ValueError(f"device_map: expected device in its place, got {options['device_map']!r}")
+    if "distributed_config" in options:
+        raise ValueError(f"distributed_config: expected mesh in its place, got {options['distributed_config']!r}")
     device = torch.device(device)
     if not str(name):
         raise ValueError("name: expected a folder or a hub name, got an empty one")
@@ -271,11 +279,14 @@ def from_pretrained(
     from octofuse.files.quantizer import reading_to
 
     where = str(folder or name)
-    with reading_to(device):
+    with reading_to(device if mesh is None else torch.device("cpu")):
         model, report = _class_of(where, options).from_pretrained(
             where, dtype=dtype, output_loading_info=True, **options
         )
     _refuse_gaps(name, report)
+    if mesh is not None:
+        assert tensor_parallel.shard is not None
+        model = tensor_parallel.shard(model, mesh)
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -24,6 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from octofuse.files.loading import FORMATS, Reader
 from octofuse.files.on_load import OnLoad, QuantiseOp
 from octofuse.files.own import METHOD
+from octofuse.files.tensor_parallel import TensorParallel
 from octofuse.files.writing import AUTO, config_of, is_of_transformers, keep_own_names, tensors_of
 from octofuse.nn import QUANTISED
 from octofuse.quant import AnyScheme, scheme_named
@@ -88,6 +89,7 @@ class OctofuseQuantizer(HfQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: FileConfig | OctofuseConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.written_as = AUTO
+        self.parallel = TensorParallel()
         self.work: Reader | OnLoad
         if isinstance(quantization_config, OctofuseConfig):
             self.work = OnLoad(quantization_config.scheme, quantization_config.exceptions)
@@ -99,16 +101,23 @@ class OctofuseQuantizer(HfQuantizer):  # type: ignore[misc]
             if isinstance(device_map, dict) and place in map(str, device_map.values()):
                 raise ValueError(f"device_map: expected devices for quantised layers, got {place}")
 
+    def update_device_map(self, device_map: Any) -> Any:
+        return self.parallel.take_device(device_map)
+
+    def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
+        self.parallel.clear(model, plan)
+
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         if not checkpoint_files:
             raise ValueError("checkpoint: expected safetensors files, got none")
+        self.parallel.before(model)
         self.work.before(model, [Path(file) for file in checkpoint_files], model.dtype)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self.work.after(model)
         attach(model)
         model.is_quantized = False  # or it could not be cast by half(), which reaches what is in floating point
-        return model
+        return self.parallel.after(model)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return isinstance(self.work, OnLoad) and self.work.needs(param_name)

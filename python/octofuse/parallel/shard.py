@@ -15,6 +15,7 @@ from octofuse.nn import QUANTISED, EightBitLinear, GatheredLinear, check_rows, r
 from octofuse.nn.gathered import Gather
 from octofuse.nn.linear import is_conv1d
 from octofuse.ops import decode
+from octofuse.parallel.attention import keep_heads
 from octofuse.parallel.group import Group
 from octofuse.parallel.plan import HeadShare, part, rows_of_up, split
 from octofuse.quant.affine import BLOCK
@@ -72,16 +73,14 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
     pieces = _pieces(model, architecture, group, group.rank)
     shares = [HeadShare(heads, group.rank, group.ranks) for heads in architecture.heads]
     object.__setattr__(model, _ATTRIBUTE, Share(group, tuple(share.heads for share in shares)))
-    object.__setattr__(model, "forward", _not_here)
     object.__setattr__(model, "save_pretrained", _not_saved)
+    blocks: Any = model.get_submodule(architecture.names.blocks)
+    for block, own in zip(blocks, shares, strict=True):
+        keep_heads(block.get_submodule(architecture.names.qkv[0].rpartition(".")[0]), own.heads)
     while pieces:  # one at a time: what was whole goes as soon as its part is there
         piece = pieces.pop()
         replace_module(model, piece.name, piece.made())
     return model
-
-
-def _not_here(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("model: expected a whole model, got one rank's part, which octofuse.Generator alone can run")
 
 
 def _not_saved(*_: Any, **__: Any) -> Any:

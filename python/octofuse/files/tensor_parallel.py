@@ -1,0 +1,68 @@
+"""Tensor parallelism that transformers' `from_pretrained` is asked for: what it says, and who does it.
+
+transformers would split weights by columns and by rows, and add up what ranks found. Quantised layers are split by
+`octofuse.parallel` instead, which gives the bits of one device; `octofuse.parallel` puts its function here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+shard: Callable[[Any, Any], Any] | None = None  # (model, mesh) -> model, in place
+
+
+class TensorParallel:
+    """Of one `from_pretrained`; without a distributed_config it does nothing."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self.device: torch.device | None = None  # this rank's
+
+    def take_device(self, device_map: Any) -> Any:
+        """transformers gives a rank's device as such, and other device_maps as dictionaries. Models are read on the CPU,
+        where files are mapped: a device gets its rank's part alone."""
+        if not isinstance(device_map, torch.device):
+            return device_map
+        self.device = device_map
+        return torch.device("cpu")
+
+    def before(self, model: Any) -> None:
+        """ValueError for what is not served."""
+        config: Any = getattr(model.config, "distributed_config", None)
+        sizes = {name: getattr(config, name, None) or 1 for name in ("dp_size", "pp_size", "ep_size", "tp_size")}
+        self.wanted = sizes.pop("tp_size") > 1
+        for name, size in sizes.items():
+            if size > 1:
+                raise ValueError(f"distributed_config: expected tp_size alone for quantised layers, got {name}={size}")
+        if not self.wanted:
+            return
+        if config.tp_plan not in (None, "auto"):
+            raise ValueError(f"distributed_config: expected no tp_plan for quantised layers, got {config.tp_plan!r}")
+        import transformers
+        from transformers.quantizers.base import HfQuantizer
+
+        if not hasattr(HfQuantizer, "update_parallel_plan"):
+            raise ValueError(
+                f"distributed_config: expected transformers 5.23 or later for quantised layers, got "
+                f"{transformers.__version__}; octofuse.parallel.shard_ needs none"
+            )
+
+    def clear(self, model: Any, plan: dict[str, str]) -> None:
+        """Leaves nothing of a plan that transformers would follow; it refuses an empty one."""
+        if self.wanted and plan is model.tp_plan:
+            plan.clear()
+            plan[next(name for name, _ in model.named_parameters())] = "replicate"
+
+    def after(self, model: Any) -> nn.Module:
+        """The model, or this rank's part of it on this rank's device."""
+        if not self.wanted:
+            return model  # type: ignore[no-any-return]
+        assert shard is not None
+        manager = getattr(model, "_mesh_manager", None)
+        mesh = model._device_mesh if manager is None else manager.get_mesh("tp")
+        part: nn.Module = shard(model, mesh)
+        return part if self.device is None else part.to(self.device)

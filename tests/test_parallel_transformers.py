@@ -1,0 +1,127 @@
+"""transformers' own forward, `generate` and `from_pretrained` over several ranks: the bits of one."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import octofuse
+from octofuse.models import quantize_
+from octofuse.nn import GatheredLinear
+from octofuse.parallel import shard_
+from ranks import DeviceMesh, on_ranks
+from test_engine_families import tokens_of
+from test_parallel import FAMILIES, model_of
+
+base = pytest.importorskip("transformers.quantizers.base")
+needs_plans = pytest.mark.skipif(
+    not hasattr(base.HfQuantizer, "update_parallel_plan"), reason="needs transformers 5.23 or later"
+)
+TOKENS = tokens_of(3, 20)
+
+
+def outputs(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, and what its own generate adds to a prompt."""
+    with torch.no_grad():
+        return model(TOKENS).logits, model.generate(TOKENS[:1, :5], max_new_tokens=6, do_sample=False)
+
+
+def own_forward(mesh: DeviceMesh, cases: list[tuple[str, str, str]]) -> list[str]:
+    """Cases that differ from one rank's."""
+    wrong = []
+    for family, scheme, attention in cases:
+        model = model_of(family, scheme)
+        model.set_attn_implementation(attention)
+        want = outputs(copy.deepcopy(model))
+        got = outputs(shard_(model, mesh))
+        # Torch's activation functions may differ by an ulp for another number of columns, which int8 rounds away.
+        exact = (
+            torch.equal(got[0], want[0]) if scheme.startswith("w8a8") else torch.allclose(got[0], want[0], atol=1e-5)
+        )
+        if not exact or not torch.equal(got[1], want[1]):
+            wrong.append(f"{family}, {scheme}, {attention}")
+    return wrong
+
+
+def test_its_forward_has_the_same_bits(tmp_path: Path) -> None:
+    cases = [(family, "w8a8-dynamic", "eager" if family == "gemma2" else "sdpa") for family in FAMILIES]
+    cases += [(family, "w4a16-g32-zp", "eager") for family in FAMILIES]
+    assert on_ranks(2, tmp_path / "2", own_forward, cases) == [[]] * 2
+    fewer = [case for case in cases if case[0] in ("llama", "opt", "phi3")]  # more ranks than heads of keys
+    assert on_ranks(4, tmp_path / "4", own_forward, fewer) == [[]] * 4
+
+
+def loaded(mesh: DeviceMesh, folder: str) -> list[str]:
+    """What is wrong of models that `from_pretrained` has split."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    octofuse.enable()
+    ranks = {"distributed_config": DistributedConfig(tp_size=mesh.size())}
+    wrong = []
+    for path in sorted(Path(folder).iterdir()):
+        scheme = path.name.partition(" ")[2]
+        more = {"quantization_config": octofuse.OctofuseConfig(scheme)} if scheme else {}
+        want = outputs(AutoModelForCausalLM.from_pretrained(path, **more))
+        model = AutoModelForCausalLM.from_pretrained(path, **more, **ranks)
+        if not any(isinstance(module, GatheredLinear) for module in model.modules()):
+            wrong.append(f"{path.name}: whole")
+        if not torch.allclose(outputs(model)[0], want[0], atol=1e-5 if "w4" in scheme else 0, rtol=0):
+            wrong.append(path.name)
+        if not torch.equal(outputs(model)[1], want[1]):
+            wrong.append(f"{path.name}: tokens")
+    return wrong
+
+
+@needs_plans
+def test_transformers_loads_parts(tmp_path: Path) -> None:
+    """Prequantised and on load, also of families for which transformers has no plan."""
+    folder = tmp_path / "models"
+    for family in ("llama", "opt", "gpt2"):
+        model = model_of(family, None)
+        for scheme in ("w8a8-dynamic", "w4a16-g32"):
+            model.save_pretrained(folder / f"{family} {scheme}")
+        octofuse.save_pretrained(quantize_(model, "w8a8-dynamic", progress=False), folder / family)
+    assert on_ranks(2, tmp_path / "ranks", loaded, str(folder)) == [[]] * 2
+
+
+def own_door(mesh: DeviceMesh, folder: str) -> list[str]:
+    """from_pretrained(mesh=), and what it and transformers' refuse."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    want, got = (outputs(octofuse.from_pretrained(folder, mesh=own)) for own in (None, mesh))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+    def message(call: Callable[[], Any]) -> str:
+        with pytest.raises(ValueError, match="distributed_config: expected") as found:
+            call()
+        return str(found.value)
+
+    octofuse.enable()
+    found = [message(lambda: octofuse.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2)))]
+    for config in ({"fsdp_size": 2}, {"tp_size": 2, "tp_plan": {"lm_head": "colwise"}}):
+        given = DistributedConfig(**config)
+        found.append(
+            message(lambda given=given: AutoModelForCausalLM.from_pretrained(folder, distributed_config=given))
+        )
+    return found
+
+
+@needs_plans
+def test_own_door_and_refusals(tmp_path: Path) -> None:
+    octofuse.save_pretrained(model_of("llama", "w8a8-dynamic"), tmp_path / "model")
+    patterns = (
+        "distributed_config: expected mesh in its place",
+        "distributed_config: expected tp_size alone for quantised layers, got dp_size=2",
+        "distributed_config: expected no tp_plan for quantised layers, got {'lm_head': 'colwise'}",
+    )
+    for found in on_ranks(2, tmp_path / "ranks", own_door, str(tmp_path / "model")):
+        for text, pattern in zip(found, patterns, strict=True):
+            assert re.match(pattern, text), text
