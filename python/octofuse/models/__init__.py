@@ -1,16 +1,17 @@
 """Whole models: which layers of a family are quantised, calibration, and what it costs."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from octofuse.models.compare import Comparison, compare
-from octofuse.models.distill import distill_
 from octofuse.models.evaluate import GenerationSpeed, measure_generation, perplexity
 from octofuse.models.frontier import Mixture, frontier
 from octofuse.models.fused import fuse_, unfuse_
-from octofuse.models.profile import LayerProfile, Profile, profile
 from octofuse.models.quantize import fallbacks, quantize_, weight_bytes
 
 if TYPE_CHECKING:
+    from octofuse.models.distill import distill_
+    from octofuse.models.profiling import LayerProfile, Profile, profile
     from octofuse.models.static_cache import QuantizedStaticCache
 
 __all__ = [
@@ -34,9 +35,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "QuantizedStaticCache":  # it needs transformers, which the others do not
-        from octofuse.models.static_cache import QuantizedStaticCache
+# What few need, and what needs transformers, whose import takes seconds (static_cache).
+_LATER = {
+    "LayerProfile": "profiling", "Profile": "profiling", "profile": "profiling", "distill_": "distill",
+    "QuantizedStaticCache": "static_cache",
+}  # fmt: skip
 
-        return QuantizedStaticCache
+
+def __getattr__(name: str) -> Any:
+    if (module := _LATER.get(name)) is not None:
+        return getattr(import_module(f"octofuse.models.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
