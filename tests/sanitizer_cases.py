@@ -69,11 +69,16 @@ def linear_cases(chosen: list[str]) -> int:
 
 
 def many_tile_cases(chosen: list[str]) -> int:
-    """A persistent kernel's block works through several tiles: 14 x 14 of them, more than any GPU has SMs."""
-    m = n = 1700
+    """A persistent kernel's block works through several tiles: 14 x 14 of them or more, more than any GPU has SMs."""
+    names = [name for name in chosen if name.startswith("wgmma/") and ("_pingpong" in name or "_cooperative" in name)]
+    wide = [name for name in names if "x192_" in name or "x256_" in name]
+    return _many_tiles([name for name in names if name not in wide], 1700) + _many_tiles(wide, 3400)
+
+
+def _many_tiles(names: list[str], n: int) -> int:
+    m = 1700
     p, host = operands(m, n, 144, "cuda"), operands(m, n, 144)
     want = reference.linear(host.x, host.w, host.x_scale, host.w_scale, host.bias)
-    names = [name for name in chosen if "_pingpong" in name and not name.startswith("wgmma_float8")]
     for engine in names:
         out = canary(m, n, torch.float16)
         got = served(
@@ -87,11 +92,13 @@ def float8_cases(chosen: list[str]) -> int:
     """Every float8 kernel, with and without scales of blocks, and quantisation to float8; a persistent one's many tiles."""
     count = 0
     e4m3 = torch.float8_e4m3fn
-    for m, n, k in (*SHAPES, (1700, 1100, 272)):
+    for m, n, k in (*SHAPES, (1700, 1100, 272), (1700, 3432, 272)):
         x, w, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
         qw, sw = octofuse.quantize_per_token(w, e4m3)
         for engine in [name for name in chosen if name.startswith(("wgmma_float8", "wgmma_e5m2"))]:
             if m > 1000 and "pingpong" not in engine and "cooperative" not in engine:
+                continue
+            if m > 1000 and (n > 2000) != ("x192_" in engine or "x256_" in engine):
                 continue
             fast = engine.startswith("wgmma_float8_fast")
             dtype = torch.float8_e5m2 if "e5m2" in engine else e4m3

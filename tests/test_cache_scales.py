@@ -16,6 +16,7 @@ from checkpoints import write_folder
 from helpers import DEVICES, PROMPTS, command
 from octofuse.engine import Decoder
 from octofuse.files import cache_scales
+from octofuse.files.cache_scales import NAMES
 from octofuse.models import quantize_
 from octofuse.nn import EightBitLinear
 from octofuse.ops.cache import decoded, encoded
@@ -153,28 +154,32 @@ def test_files_of_others(names: tuple[str, str], tmp_path: Path) -> None:
     octofuse.Generator(read, cache="fp8-static")(PROMPTS, 2)
 
 
-def test_bad_scales_of_files(tmp_path: Path) -> None:
+def test_scales_that_no_cache_here_has(tmp_path: Path) -> None:
+    """Left out: of each head, one of the two alone, of another type; what is asked for without them says so."""
     at = "model.layers.1.self_attn"
     ones = {f"{at}.k_scale": torch.ones(1), f"{at}.v_scale": torch.ones(1)}
-    for i, (change, message) in enumerate(
-        (
-            ({f"{at}.k_scale": torch.ones(2)}, rf"{at}\.k_scale: expected one number of .*, got shape \[2\]"),
-            ({f"{at}.v_scale": torch.ones(1).int()}, rf"{at}\.v_scale: expected one number of .* torch\.int32"),
-        )
-    ):
-        with pytest.raises(ValueError, match=message):
-            octofuse.from_pretrained(fp8_file(ones | change, tmp_path / str(i)))
-    with pytest.raises(ValueError, match=rf"{at}\.v_scale: missing beside k_scale"):
-        octofuse.from_pretrained(fp8_file({f"{at}.k_scale": torch.ones(1)}, tmp_path / "half"))
+    others = [ones | {f"{at}.k_scale": torch.ones(2)}, ones | {f"{at}.v_scale": torch.ones(1).int()}]
+    others += [{f"{at}.k_scale": torch.ones(1)}, {f"{at}.attn.k_scale": torch.ones(1)}]
+    for i, other in enumerate(others):
+        read = octofuse.from_pretrained(fp8_file(other, tmp_path / str(i)))
+        assert cache_scales.of(attention(read, 1)) is None
     read = octofuse.from_pretrained(fp8_file(ones, tmp_path / "one block"))
+    assert cache_scales.of(attention(read, 1)) == (1.0, 1.0)
+    assert cache_scales.scheme_of(read) is None, "not all blocks"
     with pytest.raises(ValueError, match=r"has k_scale and v_scale, .* for 'fp8-static', got none in block 0"):
         octofuse.Generator(read, cache="fp8-static")
     zero = {name: torch.zeros(1) for name in ones}
     read = octofuse.from_pretrained(
         fp8_file(zero | {n.replace("1.", "0.", 1): t for n, t in ones.items()}, tmp_path / "z")
     )
+    octofuse.save_pretrained(read, tmp_path / "written")
     with pytest.raises(ValueError, match=r"k_scale: expected a finite number above 0, got 0\.0"):
         octofuse.Generator(read, cache="fp8-static")
+
+
+def test_a_float_model_keeps_none(tmp_path: Path) -> None:
+    calibrated().save_pretrained(tmp_path)
+    assert cache_scales.of(attention(octofuse.from_pretrained(tmp_path))) is None
 
 
 def test_what_calibration_refuses() -> None:
@@ -200,6 +205,12 @@ def test_the_command(tmp_path: Path) -> None:
     )
     read = octofuse.from_pretrained(tmp_path / "a")
     octofuse.Generator(read, cache="fp8-static")([[1, 2, 3]], 3)
+    smoothed = ("--scheme", "w8a8-dynamic-smooth-values", "--format", "octofuse", "--cache-scales")
+    assert command("quantize", "embedded", "-o", str(tmp_path / "c"), *smoothed)[0] == 0
+    other = octofuse.from_pretrained(tmp_path / "c")
+    smooth, plain = (one.transformer.h[0].attn for one in (other, read))
+    keys, values = (getattr(smooth, name) / getattr(plain, name) for name in NAMES)
+    assert abs(float(keys) - 1) < 0.05 < abs(float(values) - 1), "measured behind smoothing"
     code, _, error = command("quantize", "embedded", "-o", str(tmp_path / "b"), "--cache-scales", "--no-tokenizer")
     assert code == 1
     assert "--cache-scales" in error

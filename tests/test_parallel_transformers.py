@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import octofuse
-from octofuse.models import quantize_
+from octofuse.models import QuantizedStaticCache, quantize_
 from octofuse.nn import GatheredLinear
 from octofuse.parallel import shard_
 from ranks import DeviceMesh, on_ranks
@@ -57,6 +57,33 @@ def test_its_forward_has_the_same_bits(tmp_path: Path) -> None:
     assert on_ranks(4, tmp_path / "4", own_forward, fewer) == [[]] * 4
 
 
+def later(mesh: DeviceMesh) -> list[str]:
+    """What is wrong of a sharded model whose way to attend changes, and of one that is to be trained."""
+    model = model_of("llama", "w8a8-dynamic")
+    whole = copy.deepcopy(model)
+    shard_(model, mesh)
+    wrong = []
+    for attention in ("eager", "sdpa", "octofuse"):
+        for one in (model, whole):
+            one.set_attn_implementation(attention)
+        caches = [{}, {}]
+        if attention == "octofuse":
+            caches = [{"past_key_values": QuantizedStaticCache(model.config, 32)} for _ in range(2)]
+        got, want = (one(TOKENS, **cache).logits for one, cache in zip((model, whole), caches, strict=True))
+        if not torch.equal(got, want):
+            wrong.append(attention)
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        wrong.append("gradients")
+    embedded = model.get_input_embeddings()(TOKENS).requires_grad_()
+    with pytest.raises(ValueError, match="x: expected a tensor that needs no gradient"):
+        model(inputs_embeds=embedded)
+    return wrong
+
+
+def test_what_is_done_to_a_sharded_model(tmp_path: Path) -> None:
+    assert on_ranks(2, tmp_path, later) == [[]] * 2
+
+
 def loaded(mesh: DeviceMesh, folder: str) -> list[str]:
     """What is wrong of models that `from_pretrained` has split."""
     from transformers import AutoModelForCausalLM
@@ -76,6 +103,11 @@ def loaded(mesh: DeviceMesh, folder: str) -> list[str]:
             wrong.append(path.name)
         if not torch.equal(outputs(model)[1], want[1]):
             wrong.append(f"{path.name}: tokens")
+    heads = {"quantization_config": octofuse.OctofuseConfig("w8a8-dynamic", {"lm_head": "w8a8-dynamic"})}
+    path = Path(folder) / "llama w8a8-dynamic"
+    model, whole = (AutoModelForCausalLM.from_pretrained(path, **heads, **own) for own in (ranks, {}))
+    if not isinstance(model.lm_head, GatheredLinear) or not torch.equal(model(TOKENS).logits, whole(TOKENS).logits):
+        wrong.append("a head that is quantised on load")
     return wrong
 
 

@@ -256,7 +256,7 @@ def tune(
     tokens: Annotated[str, typer.Option(help="values of M")] = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096",
     out: Annotated[
         str,
-        typer.Option(help="output: float16, bfloat16, float32, int8 or int32; of float8 not int8 but float8_e4m3fn"),
+        typer.Option(help="output: float16, bfloat16, float32, int8 (float8 of float8 operands) or int32"),
     ] = "float16",
     dtype: Annotated[
         str, typer.Option(help="operands of --shape, and of layers in floating point: int8, float8")

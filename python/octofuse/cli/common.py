@@ -86,21 +86,23 @@ def load_float(
 def load_any(model: str, device: torch.device, mesh: Any = None) -> tuple[Any, Any]:
     """A quantised folder, of this library or another, or a floating-point model, with its tokenizer. Says so where an
     engine is slow here. mesh: of ranks, each of which keeps its part of the model."""
-    if mesh is not None:
-        whole, tokenizer = _load_any(model, torch.device("cpu"), for_gpu=device.type == "cuda")
+    for_gpu = device.type == "cuda"
+    if mesh is not None and method_of(Path(model).expanduser()) is None:
+        whole, tokenizer = load_float(model, torch.device("cpu"), for_gpu=for_gpu)
         return shard_(whole, mesh).to(device), tokenizer
-    loaded, tokenizer = _load_any(model, device, for_gpu=device.type == "cuda")
-    warn_of_fallbacks(loaded)
+    loaded, tokenizer = _load_any(model, device, mesh, for_gpu=for_gpu)
+    if mesh is None:
+        warn_of_fallbacks(loaded)
     return loaded, tokenizer
 
 
-def _load_any(model: str, device: torch.device, *, for_gpu: bool) -> tuple[Any, Any]:
+def _load_any(model: str, device: torch.device, mesh: Any = None, *, for_gpu: bool) -> tuple[Any, Any]:
     if method_of(Path(model).expanduser()) is None:
         return load_float(model, device, for_gpu=for_gpu)
     name = expect_model(model)
     expect_tokenizer(name)
     quiet_transformers()
-    loaded = from_pretrained(name, device, dtype="auto" if for_gpu else torch.float32)
+    loaded = from_pretrained(name, device, dtype="auto" if for_gpu else torch.float32, mesh=mesh)
     return loaded, load_tokenizer(name)
 
 

@@ -55,12 +55,12 @@ def run_quantize(
     loaded, tokenizer = load_float(model, where, with_tokenizer=with_tokenizer)
     before = weight_bytes(loaded)
     batches = calibration_batches(tokenizer, loaded, calibration) if calibrates or cache_scales else []
-    if cache_scales:
-        calibrate_cache_(loaded, batches)
     quantize_(loaded, chosen, batches if calibrates else None, exceptions=others)
     if distill > 0:
         divergence = _distill(loaded, load_float(model, where)[0], batches, distill, codes)
         console.print("KL divergence from the float model: {:.4f} -> {:.4f} nats a token".format(*divergence))
+    if cache_scales:  # last: smoothing may have changed what keys and values are
+        calibrate_cache_(loaded, batches)
     save_pretrained(loaded, output, tokenizer, format=form)
     warn_of_fallbacks(loaded)
     console.print(f"{output}: {scheme}, {before / 1e6:.1f} MB -> {weight_bytes(loaded) / 1e6:.1f} MB of weights")

@@ -13,7 +13,7 @@ from torch import nn
 
 from octofuse.cli.common import load_any, pick_device
 from octofuse.nn import Float8Linear, Int8Linear
-from octofuse.ops.tuning import Tuned, cache_path
+from octofuse.ops.tuning import Tuned, cache_path, check_kind
 from octofuse.ops.tuning import tune as measure
 
 OUTPUTS = {
@@ -54,6 +54,8 @@ def run_tune(
     for weight in dict.fromkeys(weights):
         of_kind = kinds.setdefault((weight.dtype, weight.fast_accumulate), [])
         of_kind.extend((m, weight.n, weight.k) for m in rows)
+    for kind in kinds:
+        check_kind(*kind, output_of(out, kind[0]))
     count = sum(map(len, kinds.values()))
     table = Table("M", "N", "K", "before", "us", "now", "us", "faster")
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -66,12 +68,17 @@ def run_tune(
         results = [
             result
             for (operands, fast), shapes in kinds.items()
-            for result in measure(shapes, device=device, out_dtype=OUTPUTS[out], dtype=operands,
+            for result in measure(shapes, device=device, out_dtype=output_of(out, operands), dtype=operands,
                                   fast_accumulate=fast, on_shape=report)
         ]  # fmt: skip
     console.print(table)
     gain = math.exp(sum(math.log(t.before_us / t.us) for t in results) / len(results))
     console.print(f"{len(results)} shapes, {gain:.3f}x on geometric mean; remembered in {cache_path()}")
+
+
+def output_of(out: str, operands: torch.dtype) -> torch.dtype:
+    """Eight bits are those of the operands."""
+    return operands if OUTPUTS[out].itemsize == 1 else OUTPUTS[out]
 
 
 def _cells(t: Tuned) -> list[str]:

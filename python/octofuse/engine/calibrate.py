@@ -18,8 +18,9 @@ def calibrate_cache_(model: nn.Module, batches: Iterable[Tensor]) -> list[tuple[
     """Measures `k_scale` and `v_scale` of every block, for `Generator(model, cache="fp8-static")` and for other engines.
 
     A scale is the largest magnitude of all keys, or values, over 448, the largest e4m3 number: keys as the cache has them,
-    normalised and rotated. The scales become buffers of the block's attention, fp32 `[1]`, and `save_pretrained` writes
-    them; in compressed-tensors' format with a `kv_cache_scheme`, by which vLLM knows them.
+    normalised and rotated. The scales become buffers of the block's attention, fp32 `[1]` until the model is cast, and
+    `save_pretrained` of a quantised model writes them; in compressed-tensors' format with a `kv_cache_scheme`, by which
+    vLLM knows them. Quantise and cast first: smoothing changes values, and a cast rounds scales.
 
     Args:
         model: of a family that `Generator` takes, in floating point or quantised.

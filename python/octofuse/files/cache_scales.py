@@ -28,24 +28,23 @@ _TENSOR = re.compile(rf"(.+)\.({'|'.join(NAMES)})")
 _SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
-def make_room(model: nn.Module, headers: Mapping[str, Header]) -> None:
-    """Gives modules that have such a scale in the file a buffer for it, which transformers then loads.
+def make_room(model: nn.Module, headers: Mapping[str, Header], prefix: str) -> None:
+    """Gives modules of which the file has both scales, one number each, buffers for them, which transformers then loads.
 
-    Raises ValueError that names the file and the tensor: one of another kind or size, or without its other half.
+    prefix: of names, which a file may lack. Other scales, of each head for example, are left out.
     """
     modules = dict(model.named_modules())
+    found: dict[str, set[str]] = {}
     for name, header in headers.items():
         match = _TENSOR.fullmatch(name)
-        if match is None or match[1] not in modules:
-            continue
-        if header.dtype not in FLOATS or header.shape not in ((), (1,)):
-            raise ValueError(
-                f"{header.file}: {name}: expected one number of {', '.join(map(str, FLOATS))}, got shape "
-                f"{list(header.shape)} of {header.dtype}"
-            )
-        if missing := [own for own in NAMES if f"{match[1]}.{own}" not in headers]:
-            raise ValueError(f"{header.file}: {match[1]}.{missing[0]}: missing beside {match[2]}")
-        modules[match[1]].register_buffer(match[2], torch.ones(header.shape, dtype=torch.float32, device="meta"))
+        if match is not None and header.dtype in FLOATS and header.shape in ((), (1,)):
+            found.setdefault(match[1], set()).add(match[2])
+    for owner, names in found.items():
+        spelled = next((one for one in (owner, prefix + owner, owner.removeprefix(prefix)) if one in modules), None)
+        if spelled is not None and names == set(NAMES):
+            for name in NAMES:
+                shape = headers[f"{owner}.{name}"].shape
+                modules[spelled].register_buffer(name, torch.ones(shape, dtype=torch.float32, device="meta"))
 
 
 def keep(attention: nn.Module, key: float, value: float) -> None:
@@ -68,5 +67,8 @@ def of(attention: nn.Module) -> tuple[float, float] | None:
 
 
 def scheme_of(model: nn.Module) -> dict[str, Any] | None:
-    """compressed-tensors' kv_cache_scheme."""
-    return dict(_SCHEME) if any(of(module) is not None for module in model.modules()) else None
+    """compressed-tensors' kv_cache_scheme, where every module of a kind that has scales has them."""
+    having = [module for module in model.modules() if all(hasattr(module, name) for name in NAMES)]
+    kinds = tuple({type(module) for module in having})
+    alike = [module for module in model.modules() if isinstance(module, kinds)]
+    return dict(_SCHEME) if having and len(alike) == len(having) else None

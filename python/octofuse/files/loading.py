@@ -1,6 +1,6 @@
 """From a checkpoint of another library to a transformers model with this library's layers.
 
-transformers reads the file: our quantizer puts a `_Waiting` module, which has the file's own tensors, where each quantised
+transformers reads the file: our quantizer puts a `Waiting` module, which has the file's own tensors, where each quantised
 linear is, and when all are loaded makes its layer of it, one at a time. So names, shards, ties, dtypes and devices are
 transformers' business, and what lies in memory is the file's size and one layer.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,26 +25,29 @@ from octofuse.files.gptq import Gptq
 from octofuse.files.headers import Header, local_folder, method_of, read_headers, weight_files
 from octofuse.files.hooks import exchange_hooked
 from octofuse.files.own import METHOD, Own
-from octofuse.nn import linear_layers, output_heads, replace_module
+from octofuse.nn import GatheredLinear, linear_layers, output_heads, replace_module
 from octofuse.nn.linear import is_conv1d
+from octofuse.quant import Scheme
+from octofuse.quant.affine import BLOCK
 
 FORMATS: dict[str, type[Format]] = {
     "compressed-tensors": CompressedTensors, "gptq": Gptq, "awq": Awq, "fp8": Fp8, "modelopt": ModelOpt,
     "bitsandbytes": BitsAndBytes, METHOD: Own,
 }  # fmt: skip
-# Of a cache that this library has not, or of queries; the last: computed.
-_LEFT_OUT = re.compile(r"\.(?:q_scale|[kv]_zero_point|rotary_emb\.inv_freq)$")
+# Of caches that this library has not (`cache_scales` takes those that it has), and of queries; the last: computed.
+_LEFT_OUT = re.compile(r"\.(?:[kqv]_scale|[kv]_zero_point|rotary_emb\.inv_freq)$")
 # Tensors that no other layer has.
 _OF_QUANTISED = {"qweight", "qzeros", "weight_packed", "weight_zero_point", "weight_scale_inv", "weight_absmax", "SCB"}
 
 
-class _Waiting(nn.Module):
-    """The tensors of one quantised linear, as the file has them."""
+class Waiting(nn.Module):
+    """The tensors of one quantised linear, as the file has them, until its layer is made."""
 
-    def __init__(self, linear: Linear, stored: Stored, headers: Mapping[str, Header]) -> None:
+    def __init__(self, name: str, linear: Linear, stored: Stored, headers: Mapping[str, Header], to: Reader) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.k, linear.n  # some models ask for them meanwhile
-        self.n, self.k, self.is_conv1d, self.stored = linear.n, linear.k, is_conv1d(linear.module), stored
+        self.name, self.is_conv1d, self.stored = name, is_conv1d(linear.module), stored
+        self.dtype, self.device = to.dtype, to.device
         self.file = next(iter(headers.values())).file
         for name, header in headers.items():
             empty = torch.empty(header.shape, dtype=header.dtype, device="meta")
@@ -54,13 +56,23 @@ class _Waiting(nn.Module):
             self.weight = torch.empty(0)
             self.weight._is_hf_initialized = True  # type: ignore[attr-defined]
 
-    def layer(self, dtype: torch.dtype, device: torch.device | None) -> nn.Module:
-        tensors = {name: tensor.detach().to(device or tensor.device) for name, tensor in self.named_parameters()}
+    def layer(self) -> nn.Module:
+        """ValueError that names the file and the tensor of which something is wrong."""
+        tensors = {name: tensor.detach().to(self.device or tensor.device) for name, tensor in self.named_parameters()}
         bias = tensors.pop("bias", None)
-        made: Any = self.stored.layer(tensors, self.n, self.k, dtype)
-        made.bias = None if bias is None else bias.to(dtype)
+        try:
+            made: Any = self.stored.layer(tensors, self.out_features, self.in_features, self.dtype)
+        except ValueError as error:
+            raise ValueError(f"{self.file}: {self.name}.{error}") from None
+        made.bias = None if bias is None else bias.to(self.dtype)
         made.is_conv1d = self.is_conv1d
-        return made.eval()  # type: ignore[no-any-return]
+        return made.eval().requires_grad_(False)  # type: ignore[no-any-return]
+
+    @property
+    def unit(self) -> int | None:
+        """Outputs that share a scale."""
+        scheme = getattr(self.stored, "scheme", None)
+        return BLOCK if isinstance(scheme, Scheme) and scheme.weights == "block" else None
 
 
 class Reader:
@@ -86,24 +98,20 @@ class Reader:
             name: Linear(layer, *_sizes(layer)) for name, layer in (linear_layers(model) | output_heads(model)).items()
         }
         headers, in_file = renamed(model, headers, self.renames)
-        cache_scales.make_room(model, headers)
+        cache_scales.make_room(model, headers, f"{model.base_model_prefix}.")
         found = planned(self.format, linears, headers, f"{model.base_model_prefix}.", in_file)
         if not found:
             raise ValueError(f"{files[0]}: expected quantised linears, as quantization_config says, got none")
         for name, (stored, own) in found.items():
-            replace_module(model, name, _Waiting(linears[name], stored, own))
+            replace_module(model, name, Waiting(name, linears[name], stored, own, self))
         for name, tensor in model.state_dict().items():
             if (header := headers.get(name)) is not None:
                 check_tensor(header, name, tensor)
 
     def after(self, model: nn.Module) -> None:
-        waiting = {name: module for name, module in model.named_modules() if isinstance(module, _Waiting)}
+        waiting = {name: module for name, module in model.named_modules() if isinstance(module, Waiting)}
         for name in list(waiting):
-            module = waiting.pop(name)
-            try:
-                exchange_hooked(model, name, partial(module.layer, self.dtype, self.device))
-            except ValueError as error:
-                raise ValueError(f"{module.file}: {name}.{error}") from None
+            exchange_hooked(model, name, waiting.pop(name).layer)
         model.requires_grad_(False)
 
 
@@ -239,7 +247,7 @@ def disable() -> None:
 
 def from_pretrained(
     name: str | Path,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     *,
     dtype: torch.dtype | str = "auto",
     mesh: Any = None,
@@ -253,9 +261,9 @@ def from_pretrained(
             FP8, dynamic, static, or FP8 in blocks; weights of 2 to 8 bits), of transformers' FP8 (blocks of 128 x 128) or
             ModelOpt's, GPTQ (2, 3, 4, 8 bits, activation order too), AWQ (gemm) or bitsandbytes (4 bits and LLM.int8);
             one that `octofuse quantize` has written; or a floating-point model, which stays one.
-        device: where its tensors go.
+        device: where its tensors go; None: the CPU, or with a mesh this rank's device.
         dtype: of what is not quantised, and of the layers' scales; "auto": the checkpoint's.
-        mesh: of ranks that share the model, as `octofuse.parallel.shard_` takes it: each keeps its part, on its device.
+        mesh: of ranks that share the model, as `octofuse.parallel.shard_` takes it: each keeps its part.
         options: for transformers' `from_pretrained`.
 
     Raises:
@@ -264,9 +272,13 @@ def from_pretrained(
     """
     if "device_map" in options:
         raise ValueError(f"device_map: expected device in its place, got {options['device_map']!r}")
-    if "distributed_config" in options:
-        raise ValueError(f"distributed_config: expected mesh in its place, got {options['distributed_config']!r}")
-    device = torch.device(device)
+    for name_of_option in ("distributed_config", "tp_plan", "tp_size", "device_mesh"):
+        if name_of_option in options:
+            raise ValueError(f"{name_of_option}: expected mesh in its place, got {options[name_of_option]!r}")
+    if device is None and mesh is not None:
+        assert tensor_parallel.device_of is not None
+        device = tensor_parallel.device_of(mesh)
+    device = torch.device(device or "cpu")
     if not str(name):
         raise ValueError("name: expected a folder or a hub name, got an empty one")
     folder = local_folder(str(name))
@@ -279,14 +291,14 @@ def from_pretrained(
     from octofuse.files.quantizer import reading_to
 
     where = str(folder or name)
-    with reading_to(device if mesh is None else torch.device("cpu")):
+    with reading_to(device if mesh is None else torch.device("cpu"), mesh):
         model, report = _class_of(where, options).from_pretrained(
             where, dtype=dtype, output_loading_info=True, **options
         )
     _refuse_gaps(name, report)
-    if mesh is not None:
-        assert tensor_parallel.shard is not None
-        model = tensor_parallel.shard(model, mesh)
+    if mesh is not None and not any(isinstance(module, GatheredLinear) for module in model.modules()):
+        assert tensor_parallel.shard is not None  # of a model in floating point
+        model = tensor_parallel.shard(model.eval(), mesh)
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -31,6 +31,7 @@ from octofuse.quant import AnyScheme, scheme_named
 
 _INSIDE: ContextVar[bool] = ContextVar("octofuse_from_pretrained", default=False)
 _DEVICE: ContextVar[torch.device | None] = ContextVar("octofuse_device", default=None)  # where layers are made
+_MESH: ContextVar[Any] = ContextVar("octofuse_mesh", default=None)  # of ranks that share the model
 _THEIRS: dict[str, tuple[Any, Any]] = {}
 _enabled = False
 
@@ -102,7 +103,7 @@ class OctofuseQuantizer(HfQuantizer):  # type: ignore[misc]
                 raise ValueError(f"device_map: expected devices for quantised layers, got {place}")
 
     def update_device_map(self, device_map: Any) -> Any:
-        return self.parallel.take_device(device_map)
+        return self.parallel.keep(device_map)
 
     def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
         self.parallel.clear(model, plan)
@@ -114,10 +115,14 @@ class OctofuseQuantizer(HfQuantizer):  # type: ignore[misc]
         self.work.before(model, [Path(file) for file in checkpoint_files], model.dtype)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        self.work.after(model)
+        if isinstance(self.work, OnLoad):
+            self.work.after(model)
+        model = self.parallel.after(model, _MESH.get())  # of a linear that waits a rank makes its part alone
+        if isinstance(self.work, Reader):
+            self.work.after(model)
         attach(model)
         model.is_quantized = False  # or it could not be cast by half(), which reaches what is in floating point
-        return self.parallel.after(model)
+        return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return isinstance(self.work, OnLoad) and self.work.needs(param_name)
@@ -227,14 +232,15 @@ def enable(wanted: bool) -> None:
 
 
 @contextlib.contextmanager
-def reading_to(device: torch.device) -> Iterator[None]:
-    """What this thread's `from_pretrained` reads meanwhile becomes layers on the device."""
-    inside, where = _INSIDE.set(True), _DEVICE.set(device)
+def reading_to(device: torch.device, mesh: Any = None) -> Iterator[None]:
+    """What this thread's `from_pretrained` reads meanwhile becomes layers on the device, or this rank's part of them."""
+    inside, where, ranks = _INSIDE.set(True), _DEVICE.set(device), _MESH.set(mesh)
     try:
         yield
     finally:
         _INSIDE.reset(inside)
         _DEVICE.reset(where)
+        _MESH.reset(ranks)
 
 
 stand_in()

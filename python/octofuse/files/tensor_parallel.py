@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 shard: Callable[[Any, Any], Any] | None = None  # (model, mesh) -> model, in place
+device_of: Callable[[Any], torch.device] | None = None  # of this rank of a mesh
 
 
 class TensorParallel:
@@ -20,15 +21,12 @@ class TensorParallel:
 
     def __init__(self) -> None:
         self.wanted = False
-        self.device: torch.device | None = None  # this rank's
+        self.device_map: dict[str, Any] | None = None
 
-    def take_device(self, device_map: Any) -> Any:
-        """transformers gives a rank's device as such, and other device_maps as dictionaries. Models are read on the CPU,
-        where files are mapped: a device gets its rank's part alone."""
-        if not isinstance(device_map, torch.device):
-            return device_map
-        self.device = device_map
-        return torch.device("cpu")
+    def keep(self, device_map: Any) -> Any:
+        """What the model is read to, which `before` may change."""
+        self.device_map = dict(device_map) if isinstance(device_map, dict) else None
+        return device_map if self.device_map is None else self.device_map
 
     def before(self, model: Any) -> None:
         """ValueError for what is not served."""
@@ -50,6 +48,9 @@ class TensorParallel:
                 f"distributed_config: expected transformers 5.23 or later for quantised layers, got "
                 f"{transformers.__version__}; octofuse.parallel.shard_ needs none"
             )
+        if self.device_map is not None:  # files are mapped on the CPU, and a device gets its rank's part alone
+            self.device_map.clear()
+            self.device_map[""] = torch.device("cpu")
 
     def clear(self, model: Any, plan: dict[str, str]) -> None:
         """Leaves nothing of a plan that transformers would follow; it refuses an empty one."""
@@ -57,12 +58,14 @@ class TensorParallel:
             plan.clear()
             plan[next(name for name, _ in model.named_parameters())] = "replicate"
 
-    def after(self, model: Any) -> nn.Module:
-        """The model, or this rank's part of it on this rank's device."""
-        if not self.wanted:
+    def after(self, model: Any, mesh: Any = None) -> nn.Module:
+        """The model, or this rank's part of it on this rank's device. mesh: where transformers was not asked."""
+        if self.wanted:
+            manager = getattr(model, "_mesh_manager", None)
+            mesh = model._device_mesh if manager is None else manager.get_mesh("tp")
+        if mesh is None:
             return model  # type: ignore[no-any-return]
         assert shard is not None
-        manager = getattr(model, "_mesh_manager", None)
-        mesh = model._device_mesh if manager is None else manager.get_mesh("tp")
-        part: nn.Module = shard(model, mesh)
-        return part if self.device is None else part.to(self.device)
+        assert device_of is not None
+        part: nn.Module = shard(model.eval(), mesh)
+        return part.to(device_of(mesh)) if self.wanted else part

@@ -9,7 +9,7 @@ from octofuse.nn.linear import EightBitLinear, Float8Linear, Int8Linear
 from octofuse.nn.make import QUANTISED, eight_bit_class, empty_layer, quantised_layer
 from octofuse.nn.norm import Norm
 from octofuse.nn.outliers import LLMInt8Linear
-from octofuse.nn.rows import check_rows, rows_of
+from octofuse.nn.rows import check_blocks, check_rows, rows_of
 from octofuse.nn.weight_only import BCQLinear, CodebookLinear, PackedLinear, Sparse12Linear, WeightOnlyLinear
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "PackedLinear",
     "Sparse12Linear",
     "WeightOnlyLinear",
+    "check_blocks",
     "check_rows",
     "eight_bit_class",
     "empty_layer",

@@ -38,7 +38,12 @@ def rows_of(layer: nn.Module, rows: Sequence[range], *, shares: bool = False) ->
 def check_rows(layer: nn.Module, rows: Sequence[range]) -> None:
     """Raises what `rows_of` would, and takes nothing."""
     if isinstance(layer, EightBitLinear) and _has_blocks(layer):
-        _blocks(rows, layer.out_features)
+        check_blocks(rows, layer.out_features)
+
+
+def check_blocks(rows: Sequence[range], outputs: int) -> None:
+    """Raises ValueError for runs that begin or end inside a block of 128 of so many outputs."""
+    _blocks(rows, outputs)
 
 
 def _has_blocks(layer: EightBitLinear) -> bool:

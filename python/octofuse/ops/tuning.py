@@ -149,6 +149,8 @@ def tune(
     if chosen.type != "cuda":
         raise ValueError(f"device: expected a CUDA device, got {chosen}")
     index = torch.cuda.current_device() if chosen.index is None else chosen.index
+    if kind.arithmetic != "int8" and torch.cuda.get_device_capability(index) != (9, 0):
+        raise ValueError("dtype: expected int8, since cuBLASLt alone multiplies float8 on this GPU, got float8_e4m3fn")
     results = []
     entries(index)  # what the file holds stays known beside what is new
     with torch.cuda.device(index), overlap(False):
@@ -221,6 +223,11 @@ def _kind(dtype: torch.dtype, fast: bool, out: torch.dtype) -> _Kind:
     if (name := dtype_name(out)) not in outputs[operands]:
         raise ValueError(f"out_dtype: expected {', '.join(others)} or {last} for {operands}, got {name}")
     return _Kind(out, "int8" if operands == "int8" else "float8_fast" if fast else "float8")
+
+
+def check_kind(dtype: torch.dtype, fast_accumulate: bool, out_dtype: torch.dtype) -> None:
+    """Raises what `tune` would."""
+    _kind(dtype, fast_accumulate, out_dtype)
 
 
 def _tune_one(shape: Shape, kind: _Kind, device: int) -> tuple[Tuned, dict[str, Any]]:

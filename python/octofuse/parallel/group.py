@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 import octofuse
 from octofuse.nn.gathered import Gather
+from octofuse.ops._guard import refuse_gradients
 from octofuse.ops.peers import MOST_RANKS, Inboxes
 from octofuse.parallel.inboxes import make_inboxes
 
@@ -68,6 +69,7 @@ class Group:
         it. RuntimeError where another rank is gone."""
         if x.shape[-1] != sizes[self.rank]:
             raise ValueError(f"x: expected {sizes[self.rank]} columns on {self}, got {x.shape[-1]}")
+        refuse_gradients("a gather between ranks", x=x)
         shape = (*x.shape[:-1], sum(sizes))
         if x.numel() == 0:
             return x.new_empty(shape)
@@ -118,6 +120,12 @@ class Group:
                     f"mesh: expected ranks that are alike, got {name} {values[0]} on rank 0 and {values[other]} on rank "
                     f"{other}"
                 )
+
+
+def device_of(mesh: Any) -> torch.device:
+    """Of this process."""
+    kind = Group(mesh).device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def _process_group(mesh: Any) -> Any:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from octofuse.files.loading import Waiting
 from octofuse.models.architecture import Architecture, Heads, architecture_of
-from octofuse.nn import QUANTISED, EightBitLinear, GatheredLinear, check_rows, replace_module, rows_of
+from octofuse.nn import QUANTISED, EightBitLinear, GatheredLinear, check_blocks, check_rows, replace_module, rows_of
 from octofuse.nn.gathered import Gather
 from octofuse.nn.linear import is_conv1d
 from octofuse.ops import decode
@@ -49,12 +50,13 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
 
     Args:
         model: of a family that `octofuse.generate` takes, in eval mode, quantised or not, with the same weights on all
-            ranks; best on the CPU, to go to this rank's device afterwards.
+            ranks; best on the CPU, to go to this rank's device afterwards. Linears that a checkpoint's reader has not
+            made yet are made here, one at a time.
         mesh: a DeviceMesh of one dimension, or a process group of torch.distributed, of any backend that serves the
             device that the model will be on.
 
     Returns:
-        The model.
+        The model, whose parameters want no gradient any more: gathers have none.
 
     Raises:
         TypeError, ValueError: naming what is not as expected, before anything is changed, on all ranks: more ranks than
@@ -69,7 +71,7 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
     architecture = architecture_of(model)
     for rank in range(group.ranks):  # every rank's part, so that all refuse what one of them would
         for piece in _pieces(model, architecture, group, rank):
-            check_rows(piece.layer, piece.rows)
+            _check(piece)
     pieces = _pieces(model, architecture, group, group.rank)
     shares = [HeadShare(heads, group.rank, group.ranks) for heads in architecture.heads]
     object.__setattr__(model, _ATTRIBUTE, Share(group, tuple(share.heads for share in shares)))
@@ -80,7 +82,7 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
     while pieces:  # one at a time: what was whole goes as soon as its part is there
         piece = pieces.pop()
         replace_module(model, piece.name, piece.made())
-    return model
+    return model.requires_grad_(False)
 
 
 def _not_saved(*_: Any, **__: Any) -> Any:
@@ -115,10 +117,18 @@ class _Piece:
     shares: bool = False
 
     def made(self) -> nn.Module:
-        own = rows_of(self.layer, self.rows, shares=self.shares)
+        layer = self.layer.layer() if isinstance(self.layer, Waiting) else self.layer
+        own = rows_of(layer, self.rows, shares=self.shares)
         if self.gather_output is None:
             return own
         return GatheredLinear(own, self.rows[0], self.gather_output, self.gather_input)
+
+
+def _check(piece: _Piece) -> None:
+    if not isinstance(piece.layer, Waiting):
+        check_rows(piece.layer, piece.rows)
+    elif piece.layer.unit is not None and piece.layer.out_features > piece.layer.unit:
+        check_blocks(piece.rows, piece.layer.out_features)
 
 
 def _pieces(model: nn.Module, architecture: Architecture, group: Group, rank: int) -> list[_Piece]:
@@ -175,5 +185,10 @@ def _sizes(layer: Any) -> tuple[int, int]:
 
 def _unit(layers: Sequence[nn.Module]) -> int | None:
     """Outputs that no part may cut: those that share scales."""
-    blocks = any(isinstance(layer, EightBitLinear) and layer.scheme.weights == "block" for layer in layers)
-    return BLOCK if blocks else None
+    return BLOCK if any(_has_blocks(layer) for layer in layers) else None
+
+
+def _has_blocks(layer: nn.Module) -> bool:
+    if isinstance(layer, Waiting):
+        return layer.unit is not None
+    return isinstance(layer, EightBitLinear) and layer.scheme.weights == "block"
