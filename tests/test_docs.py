@@ -42,6 +42,9 @@ def test_public_functions_say_what_they_take() -> None:
         assert "Raises" in function.__doc__ or "are those of" in function.__doc__ or len(function.__doc__) > 60
 
 
+RANKED = "# run with: torchrun"  # the first words of such a script
+
+
 def blocks() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
@@ -53,17 +56,19 @@ def blocks() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("page", "code"), blocks(), ids=[page for page, _ in blocks()])
 def test_code_blocks(page: str, code: str, tmp_path: Path) -> None:
-    """Those of a page run one after the other, as a reader would type them."""
+    """Those of a page run one after the other, as a reader would type them; each script for several ranks by itself, as a
+    process cannot well begin and end its group of ranks twice."""
     for library in NEEDS.get(page, ()):
         pytest.importorskip(library)
-    (tmp_path / "page.py").write_text(code)
     source = os.pathsep.join((str(Path(octofuse.__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
     settings = os.environ | {"PYTHONPATH": source, "PYTHONWARNINGS": "ignore"}
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if "LOCAL_RANK" in code else []
-    done = subprocess.run(
-        [sys.executable, *ranks, "page.py"], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
+    for script in re.split(f"^(?={RANKED})", code, flags=re.MULTILINE):
+        (tmp_path / "page.py").write_text(script)
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if RANKED in script else []
+        done = subprocess.run(
+            [sys.executable, *ranks, "page.py"], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stderr
 
 
 def test_tables_are_what_the_results_say() -> None:
