@@ -34,6 +34,7 @@ TOOLS = {
     "initcheck": ["--engines", *ENGINES],
     "synccheck": ["--engines", "all"],
 }
+PARTS = ("linear", "tiles", "lowbit", "others")  # of sanitizer_cases.py
 PYTEST = ["-m", "pytest", "tests", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark"]
 
 
@@ -61,8 +62,8 @@ def reports_of(output: str) -> dict[str, int]:
     return dict(Counter(line for line in lines if "SANITIZER" not in line and "SUMMARY" not in line).most_common(12))
 
 
-def run_sanitizer(tool: str) -> dict:
-    selection = TOOLS[tool]
+def run_part(tool: str, part: str) -> dict:
+    selection = ["--parts", part, *TOOLS[tool]]
     command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=octofuse", "--error-exitcode", "3",
                sys.executable, "tests/sanitizer_cases.py", *selection]  # fmt: skip
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -71,7 +72,6 @@ def run_sanitizer(tool: str) -> dict:
     cases = re.search(r"sanitizer cases: (\d+)", run.stdout)
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", run.stdout + run.stderr)
     outcome = {
-        "selection": " ".join(selection),
         "exit": run.returncode,
         "cases": int(cases[1]) if cases else 0,
         "summary": summary[-1] if summary else (run.stdout + run.stderr)[-1500:],
@@ -79,12 +79,24 @@ def run_sanitizer(tool: str) -> dict:
     }
     if run.returncode != 0:
         outcome["reports"] = reports_of(run.stdout)
-    print(tool, outcome, flush=True)
+    print(tool, part, outcome, flush=True)
     return outcome
 
 
 def run_sanitizers(pool: ThreadPoolExecutor, tools: list[str]) -> dict:
-    return dict(zip(tools, pool.map(run_sanitizer, tools), strict=True))
+    """Every part of the cases in a process of its own."""
+    running = {tool: {part: pool.submit(run_part, tool, part) for part in PARTS} for tool in tools}
+    found = {tool: {part: run.result() for part, run in parts.items()} for tool, parts in running.items()}
+    return {
+        tool: {
+            "selection": " ".join(TOOLS[tool]),
+            "exit": max(part["exit"] for part in parts.values()),
+            "cases": sum(part["cases"] for part in parts.values()),
+            "summary": "; ".join(sorted({part["summary"] for part in parts.values()})),
+            "parts": parts,
+        }
+        for tool, parts in found.items()
+    }
 
 
 def main() -> None:
@@ -103,7 +115,8 @@ def main() -> None:
         if before["cpp"] != record["cpp"]:
             raise SystemExit(f"{path}: expected cpp {record['cpp']}, got {before['cpp']}")
         record = before
-    with ThreadPoolExecutor() as pool:  # side by side: each process waits for the GPU, or it for the process
+    # Side by side: each process waits for the GPU, or it for the process.
+    with ThreadPoolExecutor(1 + len(TOOLS) * len(PARTS)) as pool:
         if args.again:
             record["sanitizers"] |= run_sanitizers(pool, args.again)
         else:

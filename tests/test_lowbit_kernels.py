@@ -81,19 +81,96 @@ def test_every_block(kind: str, bits: int, n: int, k: int) -> None:
 @pytest.mark.parametrize(("kind", "bits"), SOME)
 @pytest.mark.parametrize(("n", "k"), BLOCKS)
 def test_a_token_keeps_its_bits(kind: str, bits: int, n: int, k: int) -> None:
-    """Whatever stands beside it, and again: up to 4 tokens, and from 5 to as many as the kernels take."""
-    most = 128 if k == 12288 else 256
+    """Whatever stands beside it, and again: up to 4 tokens, and from 5 on by "gemm"."""
+    most = 256
     weight = Weight(kind, bits, 128 if k > 128 else None, n, k, False, torch.float16)
     x = weight.tokens(most)
     alone = torch.cat([weight.multiply(x[i : i + 1]) for i in range(8)])
     for m in (2, 3, 4):
         assert torch.equal(weight.multiply(x[:m]), alone[:m]), m
         assert torch.equal(weight.multiply(x[8 - m : 8]), alone[8 - m :]), m
-    together = weight.multiply(x)
+    together = weight.multiply(x, engine="gemm")
     for m in (5, 8, 9, 16, 31, 32, 33, 64, 65, 100, most // 2 + 2, most - 1):
-        assert torch.equal(weight.multiply(x[:m]), together[:m]), m
-        assert torch.equal(weight.multiply(x[most - m :]), together[most - m :]), m
-    assert torch.equal(weight.multiply(x.view(4, -1, k)).view(most, -1), together)
+        engine = "auto" if m <= 128 else "gemm"
+        assert torch.equal(weight.multiply(x[:m], engine=engine), together[:m]), m
+        assert torch.equal(weight.multiply(x[most - m :], engine=engine), together[most - m :]), m
+    assert torch.equal(weight.multiply(x[:128].view(4, -1, k)).view(128, -1), together[:128])
+
+
+# Each tile of gemm_many.cu, one round of them and more, and less than a tile.
+MANY = [(208, 104), (1600, 2176), (4352, 1600), (10240, 256), (16896, 256)]
+
+
+@pytest.mark.parametrize(("kind", "bits", "zeros"), [*KINDS[:16], KINDS[16], KINDS[18], KINDS[23], *KINDS[-3:]])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_many_tokens(kind: str, bits: int, zeros: bool, dtype: torch.dtype) -> None:
+    """At most twice torch's error; and a token's bits whatever stands beside it."""
+    for (n, k), group in zip(MANY, (None, 32, 64, 128, 256), strict=True):
+        weight = Weight(kind, bits, group, n, k, zeros, dtype)
+        x = weight.tokens(1111)
+        want = linear(x.double(), weight.exact, weight.bias.double())
+        own = (linear(x, weight.rounded, weight.bias).double() - want).abs().max()
+        together = weight.multiply(x, engine="gemm_many")
+        assert (together.double() - want).abs().max() <= 2 * own
+        for first, end in ((0, 1111), (0, 1), (5, 105), (0, 128), (100, 292), (1, 257), (200, 584), (3, 643)):
+            assert torch.equal(weight.multiply(x[first:end], engine="gemm_many"), together[first:end]), (n, first, end)
+
+
+@pytest.mark.parametrize("n", [208, 10240])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_many_tokens_epilogues(n: int, dtype: torch.dtype) -> None:
+    weight = Weight("uniform", 4, 64, n, 320, False, dtype)
+    m = 777
+    x, residual = weight.tokens(m), torch.randn(m, n + 16, device="cuda").to(dtype)[:, 3 : 3 + n]
+    exact = x.double() @ weight.exact.t()
+    step = torch.finfo(dtype).eps
+    scale = torch.rand(m, device="cuda") + 0.5
+    for activation, function in ((None, lambda y: y), ("relu", torch.relu), ("gelu", gelu),
+                                 ("silu", torch.nn.functional.silu)):  # fmt: skip
+        for bias in (None, weight.bias):
+            for added in (None, residual):
+                got = weight.multiply(x, activation=activation, bias=bias, residual=added, engine="gemm_many").double()
+                want = function(exact + (0 if bias is None else bias.double()))
+                want += 0 if added is None else added.double()
+                assert ((got - want).abs() <= 4 * step * (want.abs() + exact.abs().amax() / 8)).all(), (
+                    activation,
+                    bias,
+                )
+    numbers = torch.randint(-128, 128, (m, 320), device="cuda", dtype=torch.int8)
+    got = weight.multiply(numbers, x_scale=scale, engine="gemm_many").double()
+    want = linear(numbers.double() * scale.double().unsqueeze(1), weight.exact, weight.bias.double())
+    assert (got - want).abs().max() <= 4 * step * want.abs().max()
+    plain = weight.multiply(x, activation="relu", engine="gemm_many")
+    out_scale = float(plain.float().amax()) / 100
+    got = weight.multiply(x, activation="relu", out_scale=out_scale, engine="gemm_many")
+    assert got.dtype == torch.int8
+    assert (got.int() - octofuse.quantize_per_tensor(plain, out_scale).int()).abs().max() <= 1
+    odd = Weight("uniform", 4, None, 1003, 320, False, dtype)
+    x = odd.tokens(300)
+    want = linear(x.double(), odd.exact, odd.bias.double())
+    assert (odd.multiply(x, engine="gemm_many").double() - want).abs().max() <= 4 * step * want.abs().max()
+
+
+def test_many_tokens_in_a_chain() -> None:
+    """Captured, each kernel let in before the last has finished; what one writes the next one reads."""
+    weights = [Weight("uniform", bits, 128, 1536, 1536, False, torch.float16) for bits in (4, 8, 3)]
+
+    def chain(x: Tensor) -> Tensor:
+        for weight in weights * 3:
+            x = weight.multiply(x, residual=x, constant_weight=True, engine="gemm_many") * 0.1
+            x = weight.multiply(x, constant_weight=True, engine="gemm_many") * 0.1
+        return x
+
+    x = weights[0].tokens(700) * 0.1
+    want = chain(x)
+    assert torch.isfinite(want).all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(x)
+    for _ in range(5):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("uniform", 4), ("uniform", 2), ("uniform", 8), ("planes", 3), *SOME[4:]])
@@ -190,7 +267,7 @@ def test_engines_by_name() -> None:
     assert torch.equal(weight.multiply(one, engine="gemv_binary"), weight.multiply(one, engine="gemv_int8"))
     for x in (one, two, many):
         own = weight.multiply(x).double()
-        for engine in ("gemm", "dequantized"):
+        for engine in ("gemm", "gemm_many", "dequantized"):
             assert torch.allclose(weight.multiply(x, engine=engine).double(), own, rtol=4e-3, atol=4e-3)
     with pytest.raises(ValueError, match=r"engine: expected one that can serve .* gemv_binary: it takes one token"):
         weight.multiply(two, engine="gemv_binary")

@@ -30,7 +30,10 @@ def test_tokens_decide() -> None:
     assert select()["chosen"] == "gemv_int8"
     assert select(m=4)["chosen"] == "gemv_int8"
     assert select(m=5)["chosen"] == "gemm"
-    assert select(m=2000)["chosen"] == "dequantized"
+    assert select(m=256)["chosen"] == "gemm"
+    assert select(m=257)["chosen"] == "gemm_many"
+    assert select(m=129, n=6144)["chosen"] == select(m=2000)["chosen"] == "gemm_many"
+    assert select("planes", 4, m=1025)["chosen"] == select(m=257, n=1920)["chosen"] == "dequantized"
     assert select(m=64 * 65535, engine="gemm")["chosen"] == "gemm"
     with pytest.raises(ValueError, match="gemm: it takes up to 4194240 tokens"):
         select(m=64 * 65535 + 1, engine="gemm")
@@ -46,13 +49,15 @@ def test_every_other_engine_has_a_reason() -> None:
     for m in (1, 3, 9, 5000):
         for kind, bits in (("uniform", 2), ("uniform", 7), ("planes", 3), ("sparse12", 7)):
             found = select(kind, bits, m)
-            names = {"cpu", "gemv_binary", "gemv_int8", "gemm", "dequantized"}
+            names = {"cpu", "gemv_binary", "gemv_int8", "gemm", "gemm_many", "dequantized"}
             assert {found["chosen"], *dict(found["declined"])} == names
             assert all(reason for _, reason in found["declined"])
     assert reasons(m=9)["gemv_int8"] == "it takes up to 4 tokens"
     assert reasons(m=9)["gemv_binary"] == "it takes one token"
     assert reasons()["gemv_binary"] == "it takes codes of up to 3 bits, or up to 4 planes"
-    assert reasons(m=5000)["gemm"].startswith("slower: for so many tokens")
+    assert reasons(m=5000)["gemm"] == "slower: gemm_many dequantises a weight for more tokens at a time"
+    assert reasons(m=100)["gemm_many"] == "slower: so few tokens make too few of its tiles"
+    assert reasons(m=5000, n=1920)["gemm_many"].startswith("slower: for so many tokens a weight that is dequantised")
     assert reasons(m=9, n=4100)["gemm"] == "with groups or planes N must be a multiple of 8"
     assert reasons(m=9, n=4104, zeros=True)["gemm"] == "with zero points of groups N must be a multiple of 16"
     assert select(m=9, n=4100, group=4096)["chosen"] == "gemm", "one row of scales may have any length"
@@ -65,11 +70,13 @@ def test_other_chips() -> None:
         assert select(cc=cc)["chosen"] == "gemv_int8"
         assert select(m=9, cc=cc)["chosen"] == "dequantized"
         assert reasons(m=9, cc=cc)["gemm"] == "needs compute capability 9.0 (wgmma)"
+        assert reasons(m=900, cc=cc)["gemm_many"] == "needs compute capability 9.0 (wgmma)"
 
 
 @needs_90a
 def test_engines_by_name() -> None:
     assert select(m=5000, engine="gemm")["chosen"] == "gemm", "asked for, it serves where it would not be chosen"
+    assert select(m=1, engine="gemm_many")["chosen"] == "gemm_many"
     assert select(engine="dequantized") == {"chosen": "dequantized", "why": "asked for by name", "declined": []}
     with pytest.raises(
         ValueError, match=r"engine: expected one that can serve this call, got 'gemv_binary'; gemv_binary: it"
@@ -88,7 +95,7 @@ def test_explain_takes_the_call() -> None:
     found = octofuse.explain(woq_linear, x, pack(codes, 4), scale, bits=4)
     assert found.chosen == found.captured == "cpu"
     assert octofuse.explain(woq_linear, x, pack(codes, 4), scale, 8, bits=4) == found
-    declined = dict.fromkeys(("gemv_binary", "gemv_int8", "gemm"), "needs tensors on cuda")
+    declined = dict.fromkeys(("gemv_binary", "gemv_int8", "gemm", "gemm_many"), "needs tensors on cuda")
     assert dict(found.declined) == declined | {"dequantized": "slower"}
     assert "cpu: the fastest of those that can serve" in str(found)
     offset = torch.zeros(1, 48)
@@ -135,7 +142,7 @@ def test_explain_refuses_what_the_int8_linears_refuse() -> None:
 @pytest.mark.gpu
 def test_explain_on_the_gpu() -> None:
     weight = Weight("uniform", 2, 128, 256, 512, False, torch.float16)
-    for m, chosen in ((1, "gemv_binary"), (2, "gemv_int8"), (9, "gemm"), (4000, "dequantized")):
+    for m, chosen in ((1, "gemv_binary"), (2, "gemv_int8"), (9, "gemm"), (4000, "gemm_many")):
         found = octofuse.explain(woq_linear, weight.tokens(m), weight.packed, weight.scale, bits=2, group=128)
         assert found.chosen == chosen
     odd = weight.scale.float()

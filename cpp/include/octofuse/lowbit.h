@@ -15,8 +15,9 @@
 // two, by which they become integers of 16 bits. Products of these run on int8 or binary tensor cores and are exact;
 // those of a codebook's levels, integers of 16 bits as well, but for 2^-16 of the largest. Beside float8 the values
 // become fp16, and tensor cores add their products in fp32. Sums over groups are in fp32, in an order of K alone. More
-// tokens (lowbit/gemm.cu): weights are rounded once, to x's type, and multiplied on its tensor cores, with sums in fp32
-// in an order of N and K. So a token's bits do not depend on the other tokens.
+// tokens (lowbit/gemm.cu, lowbit/gemm_many.cu): weights are rounded once, to x's type, and multiplied on its tensor
+// cores, with sums in fp32, in an order of N and K in the one and of K alone in the other. So a token's bits do not
+// depend on the other tokens.
 #pragma once
 
 #include <array>
@@ -45,9 +46,9 @@ struct LowbitProblem {
 };
 
 // cpu: host memory (octofuse/cpu.h). gemv_binary: one token, codes of up to 3 bits or up to 4 planes. gemv_int8: up to
-// 4 tokens. gemm: more, compute capability 9.0. dequantized: the weight is written to memory in x's dtype for this
-// call, and torch multiplies it.
-enum class LowbitEngine : int8_t { kCpu, kGemvBinary, kGemvInt8, kGemm, kDequantized };
+// 4 tokens. gemm: more, compute capability 9.0. gemm_many: from about 128 on, likewise. dequantized: the weight is
+// written to memory in x's dtype for this call, and torch multiplies it.
+enum class LowbitEngine : int8_t { kCpu, kGemvBinary, kGemvInt8, kGemm, kGemmMany, kDequantized };
 
 const char* name_of(LowbitEngine engine);
 

@@ -33,8 +33,8 @@
 // scaled for every k-block: twice as long at 64 tokens); two blocks an SM.
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "device/launch.h"
 #include "lowbit/gemm_consumer.cuh"
+#include "lowbit/gemm_producer.cuh"
 #include "lowbit/kernels.h"
 #include "lowbit/shape.h"
 #include "octofuse/device.h"
@@ -208,29 +208,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_
 
 // ---- launch ----
 
-// A kernel as the host sees it.
-struct GemmKernel {
-  const void* function;
-  DeviceFlags* raised;
-  int tokens, channels, threads, groups, slices;
-  int code_bytes;  // of a row tile and plane
-  int table_bytes;
-  uint32_t base;  // Dequantizer's
-};
-
 template <class Traits>
-GemmKernel kernel_of() {
+GemmKernel gemm_kernel_of() {
   static DeviceFlags raised;
-  return {reinterpret_cast<const void*>(gemm_kernel<Traits>),
-          &raised,
-          Traits::kTokens,
-          Traits::kChannels,
-          Traits::kThreads,
-          Traits::kGroups,
-          Traits::kSlices,
-          Traits::Code::kBytes,
-          Traits::kTableBytes,
-          Dequantizer<typename Traits::Code, Traits::kType>::kBase};
+  return kernel_of<Traits>(reinterpret_cast<const void*>(gemm_kernel<Traits>), &raised);
 }
 
 // Which widths have all kinds of blocks. The others do without the largest ones, to keep the library small.
@@ -248,42 +229,11 @@ GemmKernel kernel_for(const LowbitArgs& args, const GemmShape& shape) {
     constexpr int kBits = Format::kBits;
     with_shape<has_every_block(kFormat, kBits)>(shape, [&](auto tokens, auto channels) {
       kernel = args.type == DType::kFloat16
-                   ? kernel_of<GemmTraits<kFormat, kBits, DType::kFloat16, tokens.value, channels.value>>()
-                   : kernel_of<GemmTraits<kFormat, kBits, DType::kBFloat16, tokens.value, channels.value>>();
+                   ? gemm_kernel_of<GemmTraits<kFormat, kBits, DType::kFloat16, tokens.value, channels.value>>()
+                   : gemm_kernel_of<GemmTraits<kFormat, kBits, DType::kBFloat16, tokens.value, channels.value>>();
     });
   });
   return kernel;
-}
-
-StageLayout layout_of(const GemmArgs& args, const GemmKernel& kernel) {
-  StageLayout layout{};
-  const int scales = args.groups.segments * kernel.channels;
-  layout.tile = kernel.code_bytes * args.planes;
-  layout.codes = kernel.tokens * kBlockK * 2;
-  layout.scales = layout.codes + kernel.channels / kTileRows * layout.tile;
-  layout.zeros = layout.scales + args.planes * scales * 2;
-  const int end = layout.zeros + (args.has_zeros ? scales : 0);
-  layout.stage = static_cast<int>(round_up(end, 1024));  // the swizzle's unit
-  // At least 2: a stage comes free when the next one is being multiplied.
-  const int room = kMostShared - kBarrierBytes - kernel.table_bytes;
-  layout.stages = std::min(room / layout.stage, kMostStages) / kernel.groups;
-  return layout;
-}
-
-void describe_operands(const LowbitArgs& given, const Weight& w, const GemmKernel& kernel, GemmArgs& args) {
-  const StageLayout& layout = args.layout;
-  args.x = tensor_map({given.x, given.m, given.k, given.ldx * 2, 2, args.tokens_read, kBlockK / kHalves, true});
-  const int64_t row_tiles = ceil_div(given.n, kTileRows);
-  const int64_t row_tile = int64_t{w.k_blocks} * layout.tile;  // bytes
-  args.codes =
-      tensor_map({w.packed, row_tiles, row_tile / 8, row_tile, 8, kernel.channels / kTileRows, layout.tile / 8, false});
-  const auto of_groups = [&](const void* data, int64_t rows, int bytes, int box_rows) {
-    const int64_t pitch = round_up(int64_t{bytes} * given.n, 16);  // of a single row it is never used
-    return tensor_map({data, rows, given.n, pitch, bytes, box_rows, kernel.channels, false});
-  };
-  const int64_t groups = w.last + 1;
-  args.scales = of_groups(w.scale, groups * w.planes, 2, w.groups.segments * w.planes);
-  if (args.has_zeros) args.zeros = of_groups(w.zero, groups, 1, w.groups.segments);
 }
 
 }  // namespace
@@ -293,24 +243,12 @@ void run_gemm(const LowbitArgs& given, int device, cudaStream_t stream) {
   const GemmShape shape(given.m, given.n, w.k_blocks, has_every_block(given.format, given.bits));
   const GemmKernel kernel = kernel_for(given, shape);
   allow_shared_memory(kernel.function, kMostShared, device, *kernel.raised);
-  GemmArgs args{Epilogue(given), w.groups};
-  args.m = given.m;
-  args.n = given.n;
-  args.planes = w.planes;
+  GemmArgs args = gemm_args_of(given, w, kernel, shape.split * kernel.slices, std::min(given.m, kernel.tokens),
+                               kernel.tokens * kBlockK * 2, is_chained(stream, device));
   args.split = shape.split;
-  args.slice_blocks = w.k_blocks / (shape.split * kernel.slices);
-  args.longer_slices = w.k_blocks % (shape.split * kernel.slices);
-  args.tokens_read = std::min(given.m, kernel.tokens);
-  args.base = kernel.base;
-  args.has_zeros = w.has_zeros != 0;
-  args.twice_zero = w.twice_zero;
-  args.constant_weight = given.constant_weight;
-  args.chained = is_chained(stream, device);
-  if (given.format == LowbitFormat::kCodebook) {
-    for (size_t i = 0; i < given.levels.size(); ++i) args.levels[i] = level_bits(given.levels[i], given.type);
-  }
-  args.layout = layout_of(args, kernel);
-  describe_operands(given, w, kernel, args);
+  // At least 2: a stage comes free when the next one is being multiplied.
+  const int room = kMostShared - kBarrierBytes - kernel.table_bytes;
+  args.layout.stages = std::min(room / args.layout.stage, kMostStages) / kernel.groups;
   const int outputs = kernel.tokens * pitch_of(kernel.channels) * 4;
   const int shared =
       kBarrierBytes + kernel.table_bytes + kernel.groups * std::max(args.layout.stages * args.layout.stage, outputs);

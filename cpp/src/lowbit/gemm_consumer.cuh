@@ -1,12 +1,19 @@
 // The consumer warps of gemm.cu: they dequantise a k-block's codes in registers and multiply them by the tokens there.
 #pragma once
 
-#include "lowbit/gemm_producer.cuh"
-#include "lowbit/weights.cuh"
+#include "lowbit/gemm_args.cuh"
 
 namespace octofuse::lowbit {
 
 constexpr int kProducts = kSteps;  // of 16 columns, in half a k-block
+
+// A number that the compiler takes to be each thread's own: one that it knows to be the same for all goes into a
+// uniform register, from which every LOP3 with a literal has to move it first.
+__device__ inline uint32_t own_copy(uint32_t value) {
+  uint32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return value + (lane >> 5);
+}
 
 // ---- products ----
 
@@ -32,6 +39,8 @@ struct Multiply;
 OCTOFUSE_MULTIPLY(32);
 OCTOFUSE_MULTIPLY(64);
 OCTOFUSE_MULTIPLY(128);
+OCTOFUSE_MULTIPLY(192);
+OCTOFUSE_MULTIPLY(256);
 #undef OCTOFUSE_MULTIPLY
 #undef OCTOFUSE_MULTIPLY_AS
 
@@ -48,7 +57,9 @@ class Operand {
  public:
   // table: a codebook's, in shared memory.
   __device__ Operand(const GemmArgs& args, const char* table)
-      : args_(args), lane_(static_cast<int>(threadIdx.x) % 32), dequantizer_(args.base, args.twice_zero, table) {
+      : args_(args),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        dequantizer_(own_copy(args.base), args.twice_zero, table) {
     const int row_tile = static_cast<int>(threadIdx.x) % Traits::kGroupThreads / 32;
     const int channel = row_tile * kTileRows + lane_ / 4;
     codes_ = args.layout.codes + row_tile * args.layout.tile;

@@ -1,79 +1,10 @@
 // What a block of gemm.cu works on, and its producer warps, which copy that into shared memory by TMA.
 #pragma once
 
-#include <algorithm>
-
 #include "device/chain.cuh"
-#include "device/tensor_map.h"
-#include "device/wgmma.cuh"
-#include "lowbit/epilogue.cuh"
-#include "lowbit/stage.cuh"
-#include "lowbit/weights.cuh"
+#include "lowbit/gemm_args.cuh"
 
 namespace octofuse::lowbit {
-
-constexpr int kMostStages = 16;
-constexpr int kHalves = 2;              // of a k-block: 64 columns, a row of TMA's widest swizzle
-constexpr int kMostShared = 227 << 10;  // bytes of a block
-constexpr int kBarrierBytes = 1024;     // a multiple of the swizzle's unit
-
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using EmptyBarrier = cutlass::arch::ClusterBarrier;
-
-// A stage of the ring holds a k-block: both halves of the tokens, codes, scales [group, plane][channel], zeros
-// [group][channel]. Offsets in bytes.
-struct StageLayout {
-  int tile;                  // bytes of a row tile's codes
-  int codes, scales, zeros;  // where they start; the tokens are at 0
-  int stage;                 // bytes of one
-  int stages;                // of a consumer group's ring
-};
-
-struct GemmArgs {
-  Epilogue epilogue;
-  Groups groups;
-  int m, n, planes;
-  int split;                        // blocks that share K
-  int slice_blocks, longer_slices;  // k-blocks of a K slice; the first longer_slices have one more
-  int tokens_read;                  // rows of x's box
-  uint32_t base;                    // Dequantizer's
-  int twice_zero;                   // where there are no zero points: 0 with them
-  bool has_zeros, constant_weight, chained;
-  StageLayout layout;
-  uint16_t levels[16];  // of a codebook, in x's type
-  CUtensorMap codes, scales, zeros, x;
-};
-
-// Floats from token to token of a block's sums in shared memory.
-constexpr int pitch_of(int channels) { return channels + 4; }
-
-// A kernel at compile time. A block's consumer warpgroups form groups of as many as its channels need; the groups share
-// K. Sums of 128 tokens take the registers of twice the threads: a group then has two K slices, one after the other.
-template <LowbitFormat kFormat_, int kBits, DType kType_, int kTokens_, int kChannels_>
-struct GemmTraits {
-  static constexpr LowbitFormat kFormat = kFormat_;
-  static constexpr DType kType = kType_;
-  static constexpr int kTokens = kTokens_;
-  static constexpr int kChannels = kChannels_;
-  static constexpr int kRowTiles = kChannels / kTileRows;
-  using Code = Codes<kFormat, kBits>;
-  static constexpr int kSums = kTokens / 2;                                             // of a consumer thread
-  static constexpr int kSlices = kChannels == 64 ? 4 : kChannels == 128 ? 2 : 1;        // of K, in a block
-  static constexpr int kConsumers = kChannels == 192 ? 384 : kTokens > 64 ? 256 : 512;  // threads that multiply
-  static constexpr int kThreads = kConsumers + 128;
-  static constexpr int kGroupThreads = 2 * kChannels;
-  static constexpr int kGroups = kConsumers / kGroupThreads;
-  static constexpr int kSlicesOfGroup = kSlices / kGroups;
-  static constexpr int kTokenBytes = kTokens * kBlockK;  // of half a k-block
-  static constexpr int kPitch = pitch_of(kChannels);
-  static constexpr int kOutputs = kTokens * kPitch;                           // floats of a group's sums
-  static constexpr int kTableBytes = Code::kCodebook ? kLevelTableBytes : 0;  // in front of the rings
-};
-
-struct Barriers {
-  FullBarrier full[kMostStages];
-  EmptyBarrier empty[kMostStages];
-};
 
 // The first token of a block. The last block starts early enough to be full, so it may repeat tokens of the one before,
 // and both write the same bits: TMA takes longer over rows outside x than over rows that exist.
@@ -96,19 +27,6 @@ struct KRange {
  private:
   __device__ static int start_of(const GemmArgs& args, int slice) {
     return slice * args.slice_blocks + min(slice, args.longer_slices);
-  }
-};
-
-// A group's way through the stages of its ring.
-struct RingPosition {
-  int first, end, slot;
-  uint32_t phase = 0;
-
-  __device__ RingPosition(int group, int stages) : first(group * stages), end(first + stages), slot(first) {}
-
-  __device__ void next() {
-    slot = slot + 1 < end ? slot + 1 : first;
-    phase ^= slot == first ? 1U : 0U;
   }
 };
 

@@ -18,4 +18,7 @@ void run_gemv_int8(const LowbitArgs& args, const NormArgs& norm, int device, cud
 // sm_90a: up to kMostGemmTokens, whose rows start at multiples of 16 bytes.
 void run_gemm(const LowbitArgs& args, int device, cudaStream_t stream);
 
+// sm_90a: any number of tokens, made for more than 128; rows likewise. The sums are in another order than run_gemm's.
+void run_gemm_many(const LowbitArgs& args, int device, cudaStream_t stream);
+
 }  // namespace octofuse::lowbit

@@ -78,6 +78,9 @@ void multiply(const RowPassArgs& rows, LowbitArgs args, LowbitEngine engine, int
     case LowbitEngine::kGemm:
       if (!gemm_reads(args)) copy_rows(args, args.type, device, stream, allocate);
       return lowbit::run_gemm(args, device, cuda_stream);
+    case LowbitEngine::kGemmMany:
+      if (!gemm_reads(args)) copy_rows(args, args.type, device, stream, allocate);
+      return lowbit::run_gemm_many(args, device, cuda_stream);
     case LowbitEngine::kCpu:
     case LowbitEngine::kDequantized:
       throw RuntimeError("lowbit_linear: a dequantised weight is multiplied elsewhere");

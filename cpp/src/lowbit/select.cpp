@@ -10,8 +10,8 @@ namespace octofuse {
 namespace {
 
 // In the order in which "auto" asks them: the first that can serve and is worth it.
-constexpr std::array kEngines = {LowbitEngine::kCpu, LowbitEngine::kGemvBinary, LowbitEngine::kGemvInt8,
-                                 LowbitEngine::kGemm, LowbitEngine::kDequantized};
+constexpr std::array kEngines = {LowbitEngine::kCpu,  LowbitEngine::kGemvBinary, LowbitEngine::kGemvInt8,
+                                 LowbitEngine::kGemm, LowbitEngine::kGemmMany,   LowbitEngine::kDequantized};
 
 constexpr const char* kNoRoom = "a token and three stages of its weights do not fit into a block's shared memory";
 
@@ -61,6 +61,7 @@ const char* why_not(LowbitEngine engine, const LowbitProblem& problem, const Cap
     case LowbitEngine::kGemvInt8:
       return why_not_gemv_int8(problem, capability);
     case LowbitEngine::kGemm:
+    case LowbitEngine::kGemmMany:
       return why_not_gemm(problem, capability);
     case LowbitEngine::kDequantized:
       return nullptr;
@@ -68,21 +69,26 @@ const char* why_not(LowbitEngine engine, const LowbitProblem& problem, const Cap
   return "unknown";
 }
 
-// From more tokens on, a weight that is dequantised once and cuBLAS are faster (measured from 768 x 768 to 28672 x
-// 8192): to write it costs as many bytes again and again, but many tiles of tokens each dequantise their weights
-// themselves.
-int64_t most_tokens(const LowbitProblem& problem) {
-  if (lowbit::GemmShape::is_split_by_4(problem.n, lowbit::k_blocks_of(problem.k))) return 128;
-  const bool planes = problem.format == LowbitFormat::kPlanes;
-  const int64_t several = problem.n * problem.k >> (planes ? 18 : 17);
-  return std::clamp<int64_t>(several, 256, planes ? 512 : 1024);
+// Whether a weight that is written to memory once, and cuBLAS, are faster than a kernel that makes it again for every
+// 128 to 256 tokens (measured from 768 x 768 to 57344 x 8192): where N is too small for many tiles and K is long; and
+// planes, which take the longer the more there are.
+bool is_better_dequantised(const LowbitProblem& problem) {
+  constexpr int64_t kMostTokensOfPlanes = 1024;
+  if (problem.format == LowbitFormat::kPlanes && problem.bits > 3 && problem.m > kMostTokensOfPlanes) return true;
+  return lowbit::GemmShape::is_split_by_4(problem.n, lowbit::k_blocks_of(problem.k));
 }
 
 // Why "auto" leaves out an engine that could serve.
 const char* why_slower(LowbitEngine engine, const LowbitProblem& problem) {
-  if (engine == LowbitEngine::kGemm && problem.m > most_tokens(problem)) {
+  if (engine != LowbitEngine::kGemm && engine != LowbitEngine::kGemmMany) return nullptr;
+  const bool is_many =
+      problem.m > 128 && problem.m > lowbit::most_gemm_tokens(problem.n, lowbit::k_blocks_of(problem.k));
+  if (is_many && is_better_dequantised(problem)) {
     return "slower: for so many tokens a weight that is dequantised once is faster";
   }
+  if (engine == LowbitEngine::kGemm && is_many)
+    return "slower: gemm_many dequantises a weight for more tokens at a time";
+  if (engine == LowbitEngine::kGemmMany && !is_many) return "slower: so few tokens make too few of its tiles";
   return nullptr;
 }
 
@@ -105,6 +111,8 @@ const char* name_of(LowbitEngine engine) {
       return "gemv_int8";
     case LowbitEngine::kGemm:
       return "gemm";
+    case LowbitEngine::kGemmMany:
+      return "gemm_many";
     case LowbitEngine::kDequantized:
       return "dequantized";
   }

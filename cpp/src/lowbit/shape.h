@@ -168,6 +168,13 @@ struct GemmShape {
 
   static constexpr bool is_split_by_4(int64_t n, int k_blocks) { return n <= kClusters[4] * 64 && k_blocks >= 16; }
 
+  // ns on an H200.
+  int64_t time(int64_t m, int64_t n, int k_blocks) const {
+    const int of_block = channels == 64 ? 435 : channels == 128 ? 870 : 1170;
+    const int64_t blocks = ceil_div(n, channels) * ceil_div(m, tokens);
+    return ceil_div(blocks, kClusters[split]) * (ceil_div(k_blocks, split) * of_block + 1000 + 1700 * split);
+  }
+
  private:
   static constexpr int kClusters[kMostSplit + 1] = {0, 132, 66, 39, 30};  // at once, of so many blocks
 
@@ -192,6 +199,48 @@ void with_shape(const GemmShape& shape, F f) {
     if (shape.tokens == 128) return with_channels(std::integral_constant<int, 128>());
   }
   with_channels(std::integral_constant<int, 64>());
+}
+
+// ---- gemm_many.cu ----
+
+constexpr int kSharing = 2;        // blocks of a cluster, which share tokens
+constexpr int kManyClusters = 66;  // of 132 SMs
+
+// A block's tile: the one by which all tokens are multiplied in the least time. No sum depends on it.
+struct ManyShape {
+  int tokens = 0, channels = 0;
+  int token_tiles = 0, channel_pairs = 0;  // of the whole output; two tiles of channels are a cluster's
+  int64_t time = 0;                        // ns on an H200
+
+  constexpr ManyShape(int64_t m, int64_t n, int k_blocks) {
+    // Tokens, channels, and the ns that a k-block takes.
+    constexpr int kTiles[][3] = {{128, 128, 790}, {128, 192, 1060}, {192, 128, 1000}, {256, 128, 1320}};
+    constexpr int kStart = 1000, kEnd = 2000;  // ns: of the kernel, of a tile
+    for (const auto& [tile_tokens, tile_channels, of_block] : kTiles) {
+      const int64_t down = ceil_div(m, tile_tokens);
+      const int64_t pairs = ceil_div(n, tile_channels * kSharing);
+      const int64_t takes = ceil_div(down * pairs, kManyClusters) * (int64_t{k_blocks} * of_block + kEnd) + kStart;
+      if (tokens != 0 && takes >= time) continue;
+      tokens = tile_tokens;
+      channels = tile_channels;
+      token_tiles = static_cast<int>(down);
+      channel_pairs = static_cast<int>(pairs);
+      time = takes;
+    }
+  }
+  constexpr int64_t tiles() const { return int64_t{token_tiles} * channel_pairs; }
+};
+
+// Up to so many tokens gemm.cu is as fast as gemm_many.cu, or nearly. N and K alone decide, since the two add in
+// another order.
+inline int64_t most_gemm_tokens(int64_t n, int k_blocks) {
+  constexpr int64_t kStep = 128, kMost = 1024;
+  if (GemmShape::is_split_by_4(n, k_blocks)) return 2 * kStep;
+  for (int64_t m = kStep; m < kMost; m += kStep) {
+    const GemmShape few(static_cast<int>(m + kStep), static_cast<int>(n), k_blocks, true);
+    if (few.time(m + kStep, n, k_blocks) * 21 >= ManyShape(m + kStep, n, k_blocks).time * 20) return m;
+  }
+  return kMost;
 }
 
 }  // namespace octofuse::lowbit

@@ -6,19 +6,20 @@ share a power of two and become 16-bit integers, whose products with the codes a
 changes a value by at most 2^-14 of the largest of its 128, where fp16 itself rounds that one by up to 2^-12. x is copied
 where K or the distance of its rows is odd, or where it does not start at a multiple of two elements.
 
-More tokens, compute capability 9.0 (engine "gemm"): weights are rounded once to x's dtype and multiplied on its tensor
-cores. "auto" takes it up to N * K / 2^17 tokens, but at least 256 and at most 1,024 (planes: half as many, at most 512;
-128 where N <= 1,920 and K > 1,920). It needs N to be a multiple of 8, with zero points of 16; N is free where a row is one
-group (of one plane). x is copied where its rows do not start at multiples of 16 bytes.
+More tokens, compute capability 9.0 (engines "gemm" and "gemm_many"): weights are rounded once to x's dtype and multiplied
+on its tensor cores. "gemm" cuts K, "gemm_many" makes a weight for up to 256 tokens at a time; "auto" changes from one to
+the other at 128 to 1,024 tokens, a number that N and K decide (`octofuse.explain` tells). They need N to be a multiple of
+8, with zero points of 16; N is free where a row is one group (of one plane). x is copied where its rows do not start at
+multiples of 16 bytes.
 
 int8 activations: up to 4 tokens as they are, exactly; more as numbers of the scale's dtype, which hold them (a copy).
 
 On CPUs (engine "cpu", groups of whole multiples of 32 columns) codes become fp32 in registers, for one token, or in the
 first-level cache; sums are in fp32, in an order of K alone.
 
-All other calls (engine "dequantized": more tokens, fp32 activations on a GPU, other chips, groups other than 32, 64 and
-128 times a power of two) multiply a weight that is dequantised for the call. `octofuse.explain` says which engine takes
-a call.
+All other calls (engine "dequantized": more than 256 tokens where N <= 1,920 and K > 1,920, more than 1,024 against 4 or
+more planes, fp32 activations on a GPU, other chips, groups other than 32, 64 and 128 times a power of two) multiply a
+weight that is dequantised for the call. `octofuse.explain` says which engine takes a call.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def woq_linear(
             tokens the kernel normalises itself.
         out_scale: fp32, one element, or a float: int8 output. Kernels round the fp32 result once; engine "dequantized"
             rounds it to x's dtype first, and gated is as `gated_activation_quantize`.
-        engine: "auto", or "gemv_binary", "gemv_int8", "gemm" or "dequantized".
+        engine: "auto", or "gemv_binary", "gemv_int8", "gemm", "gemm_many" or "dequantized".
         gated: act(first half of the outputs) * the other half in place of act(outputs), with the bits of `gated_activation`
             as an op of its own; N is even, and there is no residual. In one kernel up to 4 tokens where N is a multiple of
             32, for codes of 1 to 4 and of 8 bits, up to 4 planes, and pairs (`sparse12_linear`), in groups of at least 128
@@ -83,7 +84,7 @@ def woq_linear(
 
     Returns:
         `[..., N]`, gated `[..., N / 2]`, in x's dtype, for int8 in the scale's; int8 with out_scale. By the kernels a
-        token's bits are the same whatever else is in x: those of up to 4 tokens, or those of more.
+        token's bits are the same whatever else is in x: those of up to 4 tokens, those of "gemm", or those of "gemm_many".
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.

@@ -1,0 +1,171 @@
+// What gemm.cu and gemm_many.cu share: a kernel at compile time, and what the host hands to it.
+#pragma once
+
+#include <algorithm>
+
+#include "device/launch.h"
+#include "device/tensor_map.h"
+#include "device/wgmma.cuh"
+#include "lowbit/epilogue.cuh"
+#include "lowbit/stage.cuh"
+#include "lowbit/weights.cuh"
+
+namespace octofuse::lowbit {
+
+constexpr int kMostStages = 16;
+constexpr int kHalves = 2;              // of a k-block: 64 columns, a row of TMA's widest swizzle
+constexpr int kMostShared = 227 << 10;  // bytes of a block
+constexpr int kBarrierBytes = 1024;     // a multiple of the swizzle's unit
+
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+using EmptyBarrier = cutlass::arch::ClusterBarrier;
+
+// A stage of the ring holds a k-block: both halves of the tokens, codes, scales [group, plane][channel], zeros
+// [group][channel]. Offsets in bytes.
+struct StageLayout {
+  int tile;                  // bytes of a row tile's codes
+  int codes, scales, zeros;  // where they start; the tokens are at 0
+  int stage;                 // bytes of one
+  int stages;                // of a consumer group's ring
+};
+
+struct GemmArgs {
+  Epilogue epilogue;
+  Groups groups;
+  int m, n, planes;
+  int split;                        // blocks that share K
+  int slice_blocks, longer_slices;  // k-blocks of a K slice; the first longer_slices have one more
+  int tokens_read;                  // rows of x's box
+  uint32_t base;                    // Dequantizer's
+  int twice_zero;                   // where there are no zero points: 0 with them
+  bool has_zeros, constant_weight, chained;
+  StageLayout layout;
+  uint16_t levels[16];  // of a codebook, in x's type
+  CUtensorMap codes, scales, zeros, x;
+};
+
+// Floats from token to token of a block's sums in shared memory.
+constexpr int pitch_of(int channels) { return channels + 4; }
+
+// A kernel at compile time. A block's consumer warpgroups form groups of as many as its channels need; the groups share
+// K. Sums of 128 tokens take the registers of twice the threads: a group then has two K slices, one after the other.
+template <LowbitFormat kFormat_, int kBits, DType kType_, int kTokens_, int kChannels_>
+struct GemmTraits {
+  static constexpr LowbitFormat kFormat = kFormat_;
+  static constexpr DType kType = kType_;
+  static constexpr int kTokens = kTokens_;
+  static constexpr int kChannels = kChannels_;
+  static constexpr int kRowTiles = kChannels / kTileRows;
+  using Code = Codes<kFormat, kBits>;
+  static constexpr int kSums = kTokens / 2;                                             // of a consumer thread
+  static constexpr int kSlices = kChannels == 64 ? 4 : kChannels == 128 ? 2 : 1;        // of K, in a block
+  static constexpr int kConsumers = kChannels == 192 ? 384 : kTokens > 64 ? 256 : 512;  // threads that multiply
+  static constexpr int kThreads = kConsumers + 128;
+  static constexpr int kGroupThreads = 2 * kChannels;
+  static constexpr int kGroups = kConsumers / kGroupThreads;
+  static constexpr int kSlicesOfGroup = kSlices / kGroups;
+  static constexpr int kTokenBytes = kTokens * kBlockK;  // of half a k-block
+  static constexpr int kPitch = pitch_of(kChannels);
+  static constexpr int kOutputs = kTokens * kPitch;                           // floats of a group's sums
+  static constexpr int kTableBytes = Code::kCodebook ? kLevelTableBytes : 0;  // in front of the rings
+};
+
+struct Barriers {
+  FullBarrier full[kMostStages];
+  EmptyBarrier empty[kMostStages];
+};
+
+// A group's way through the stages of its ring.
+struct RingPosition {
+  int first, end, slot;
+  uint32_t phase = 0;
+
+  __device__ RingPosition(int group, int stages) : first(group * stages), end(first + stages), slot(first) {}
+
+  __device__ void next() {
+    slot = slot + 1 < end ? slot + 1 : first;
+    phase ^= slot == first ? 1U : 0U;
+  }
+};
+
+// ---- launch ----
+
+// A kernel as the host sees it.
+struct GemmKernel {
+  const void* function;
+  DeviceFlags* raised;
+  int tokens, channels, threads, groups, slices;
+  int code_bytes;  // of a row tile and plane
+  int table_bytes;
+  uint32_t base;  // Dequantizer's
+};
+
+// function: what Traits make of one of the kernels.
+template <class Traits>
+GemmKernel kernel_of(const void* function, DeviceFlags* raised) {
+  return {function,
+          raised,
+          Traits::kTokens,
+          Traits::kChannels,
+          Traits::kThreads,
+          Traits::kGroups,
+          Traits::kSlices,
+          Traits::Code::kBytes,
+          Traits::kTableBytes,
+          Dequantizer<typename Traits::Code, Traits::kType>::kBase};
+}
+
+// Without the number of stages. tokens: bytes of them in a stage.
+inline StageLayout layout_of(const GemmArgs& args, const GemmKernel& kernel, int tokens) {
+  StageLayout layout{};
+  const int scales = args.groups.segments * kernel.channels;
+  layout.tile = kernel.code_bytes * args.planes;
+  layout.codes = tokens;
+  layout.scales = layout.codes + kernel.channels / kTileRows * layout.tile;
+  layout.zeros = layout.scales + args.planes * scales * 2;
+  const int end = layout.zeros + (args.has_zeros ? scales : 0);
+  layout.stage = static_cast<int>(round_up(end, 1024));  // the swizzle's unit
+  return layout;
+}
+
+inline void describe_operands(const LowbitArgs& given, const Weight& w, const GemmKernel& kernel, GemmArgs& args) {
+  const StageLayout& layout = args.layout;
+  args.x = tensor_map({given.x, given.m, given.k, given.ldx * 2, 2, args.tokens_read, kBlockK / kHalves, true});
+  const int64_t row_tiles = ceil_div(given.n, kTileRows);
+  const int64_t row_tile = int64_t{w.k_blocks} * layout.tile;  // bytes
+  args.codes =
+      tensor_map({w.packed, row_tiles, row_tile / 8, row_tile, 8, kernel.channels / kTileRows, layout.tile / 8, false});
+  const auto of_groups = [&](const void* data, int64_t rows, int bytes, int box_rows) {
+    const int64_t pitch = round_up(int64_t{bytes} * given.n, 16);  // of a single row it is never used
+    return tensor_map({data, rows, given.n, pitch, bytes, box_rows, kernel.channels, false});
+  };
+  const int64_t groups = w.last + 1;
+  args.scales = of_groups(w.scale, groups * w.planes, 2, w.groups.segments * w.planes);
+  if (args.has_zeros) args.zeros = of_groups(w.zero, groups, 1, w.groups.segments);
+}
+
+// All but how the outputs are cut into blocks. slices: of K. tokens_read: rows that a copy of tokens reads.
+// token_bytes: of a stage.
+inline GemmArgs gemm_args_of(const LowbitArgs& given, const Weight& w, const GemmKernel& kernel, int slices,
+                             int tokens_read, int token_bytes, bool chained) {
+  GemmArgs args{Epilogue(given), w.groups};
+  args.m = given.m;
+  args.n = given.n;
+  args.planes = w.planes;
+  args.slice_blocks = w.k_blocks / slices;
+  args.longer_slices = w.k_blocks % slices;
+  args.tokens_read = tokens_read;
+  args.base = kernel.base;
+  args.has_zeros = w.has_zeros != 0;
+  args.twice_zero = w.twice_zero;
+  args.constant_weight = given.constant_weight;
+  args.chained = chained;
+  if (given.format == LowbitFormat::kCodebook) {
+    for (size_t i = 0; i < given.levels.size(); ++i) args.levels[i] = level_bits(given.levels[i], given.type);
+  }
+  args.layout = layout_of(args, kernel, token_bytes);
+  describe_operands(given, w, kernel, args);
+  return args;
+}
+
+}  // namespace octofuse::lowbit
