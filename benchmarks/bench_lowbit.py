@@ -41,7 +41,14 @@ def copies(weight_bytes: int) -> int:
 
 
 def lowbit_calls(
-    kind: str, bits: int, m: int, n: int, k: int, group: int | None = 128, int8: bool = False
+    kind: str,
+    bits: int,
+    m: int,
+    n: int,
+    k: int,
+    group: int | None = 128,
+    int8: bool = False,
+    engine: str = "auto",
 ) -> tuple[list[Call], int]:
     """Calls over as many weights as exceed L2, and the bytes of one weight. Codes are random: they cost what others do."""
     shape = (packed_rows(n), packed_words(4 if kind == "sparse12" else bits, k))
@@ -53,7 +60,7 @@ def lowbit_calls(
         x = torch.randn(m, k, device="cuda").half()
         packed = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device="cuda")
         scale = torch.rand(scales, device="cuda").half()
-        more: dict[str, Any] = {"group": group, "constant_weight": True}
+        more: dict[str, Any] = {"group": group, "constant_weight": True, "engine": engine}
         if int8:
             x, more["x_scale"] = quantize_per_token(x)
         if kind == "planes":

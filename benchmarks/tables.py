@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,6 +135,23 @@ def lowbit() -> str:
         pairs = [f"{us(row[name])} / {us(row[f'{name}, chained'])}" for name in names]
         rows.append((row["N = K"], us(row["fp16 F.linear"]), us(row["tinygemm"]), us(row["gemlite"]), *pairs))
     return lines(("N = K", "fp16", "tinygemm", "gemlite", *names), rows)
+
+
+def prompts() -> str:
+    """fp16 over each kind of weight, by tokens."""
+    names = ("w8a16", "w4a16", "w3a16", "bcq-q3", "nf4", "w4a16, dequantised")
+    found = result("h200/prompts")["rows"]
+    rows = []
+    for row in found:
+        if row["M"] in (256, 512, 2048):
+            rows.append(
+                (f"{row['M']}, {row['N']}, {row['K']}", us(row["fp16 F.linear"]), *(us(row[name]) for name in names))
+            )
+    means = []
+    for m in sorted({row["M"] for row in found}):
+        gains = [row["fp16 F.linear"] / row["w4a16"] for row in found if row["M"] == m]
+        means.append(f"{m} tokens {geometric_mean(gains):.2f} (worst {min(gains):.2f})")
+    return f"{lines(('M, N, K', 'fp16', *names), rows)}\n\nfp16 over w4a16, geometric mean: {'; '.join(means)}."
 
 
 def codebook() -> str:
@@ -300,7 +318,19 @@ def files() -> str:
 
 def versions() -> str:
     found = result("h200/gemm")
-    names = ("tests", "gemm", "float8", "decode", "gpt2", "lowbit", "codebook", "outliers", "files", "parallel")
+    names = (
+        "tests",
+        "gemm",
+        "float8",
+        "decode",
+        "gpt2",
+        "lowbit",
+        "prompts",
+        "codebook",
+        "outliers",
+        "files",
+        "parallel",
+    )
     ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in names]
     return (
         f"One H200, torch {found['torch']}, driver {found['driver']}, cuBLASLt {found['cublaslt']}. `cpp/` was, for "
@@ -311,7 +341,7 @@ def versions() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        highlights, schemes, costs, gemm, float8, lowbit, codebook, outliers, decoders, decoder_loads,
+        highlights, schemes, costs, gemm, float8, lowbit, prompts, codebook, outliers, decoders, decoder_loads,
         decoders_h100, decoder_loads_h100, parallel, gathers, gpt2, batches, files, cpu_avx2, cpu_avx512, llama_cpp,
         machines, tests, versions,
     )
