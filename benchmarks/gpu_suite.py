@@ -9,6 +9,7 @@ hold `octofuse`) over tests/sanitizer_cases.py.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -34,7 +35,6 @@ TOOLS = {
     "initcheck": ["--engines", *ENGINES],
     "synccheck": ["--engines", "all"],
 }
-PARTS = ("linear", "tiles", "lowbit", "others")  # of sanitizer_cases.py
 PYTEST = ["-m", "pytest", "tests", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark"]
 
 
@@ -62,6 +62,11 @@ def reports_of(output: str) -> dict[str, int]:
     return dict(Counter(line for line in lines if "SANITIZER" not in line and "SUMMARY" not in line).most_common(12))
 
 
+def parts_of_cases() -> tuple[str, ...]:
+    sys.path.insert(0, str(ROOT / "tests"))
+    return tuple(importlib.import_module("sanitizer_cases").PARTS)
+
+
 def run_part(tool: str, part: str) -> dict:
     selection = ["--parts", part, *TOOLS[tool]]
     command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=octofuse", "--error-exitcode", "3",
@@ -85,12 +90,12 @@ def run_part(tool: str, part: str) -> dict:
 
 def run_sanitizers(pool: ThreadPoolExecutor, tools: list[str]) -> dict:
     """Every part of the cases in a process of its own."""
-    running = {tool: {part: pool.submit(run_part, tool, part) for part in PARTS} for tool in tools}
+    running = {tool: {part: pool.submit(run_part, tool, part) for part in parts_of_cases()} for tool in tools}
     found = {tool: {part: run.result() for part, run in parts.items()} for tool, parts in running.items()}
     return {
         tool: {
             "selection": " ".join(TOOLS[tool]),
-            "exit": max(part["exit"] for part in parts.values()),
+            "exit": next((part["exit"] for part in parts.values() if part["exit"] != 0), 0),  # a signal's is negative
             "cases": sum(part["cases"] for part in parts.values()),
             "summary": "; ".join(sorted({part["summary"] for part in parts.values()})),
             "parts": parts,
@@ -116,7 +121,7 @@ def main() -> None:
             raise SystemExit(f"{path}: expected cpp {record['cpp']}, got {before['cpp']}")
         record = before
     # Side by side: each process waits for the GPU, or it for the process.
-    with ThreadPoolExecutor(1 + len(TOOLS) * len(PARTS)) as pool:
+    with ThreadPoolExecutor(1 + len(TOOLS) * len(parts_of_cases())) as pool:
         if args.again:
             record["sanitizers"] |= run_sanitizers(pool, args.again)
         else:

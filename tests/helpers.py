@@ -147,12 +147,12 @@ class Weight:
             self.dtype
         )
 
-    def check(self, x: Tensor) -> None:
+    def check(self, x: Tensor, **more) -> None:
         """At most twice the error that torch's linear makes with the weight in the same dtype, on many such tokens."""
         w = self.rounded
         many = torch.cat([x, self.tokens(64, seed=1)])
         own = (linear(many, w, self.bias).double() - linear(many.double(), self.exact, self.bias.double())).abs().max()
-        got = self.multiply(x)
+        got = self.multiply(x, **more)
         assert got.shape == (*x.shape[:-1], self.n)
         assert got.dtype == self.dtype
         assert (got.double() - linear(x.double(), self.exact, self.bias.double())).abs().max() <= 2 * own

@@ -75,7 +75,7 @@ BLOCKS = [(200, 104), (200, 1600), (200, 12288), (4096, 1040), (4352, 1600), (61
 def test_every_block(kind: str, bits: int, n: int, k: int) -> None:
     weight = Weight(kind, bits, 64, n, k, kind == "uniform", torch.bfloat16)
     for m in (24, 50, 120, 250):
-        weight.check(weight.tokens(m))
+        weight.check(weight.tokens(m), engine="gemm")
 
 
 @pytest.mark.parametrize(("kind", "bits"), SOME)
@@ -116,11 +116,14 @@ def test_many_tokens(kind: str, bits: int, zeros: bool, dtype: torch.dtype) -> N
             assert torch.equal(weight.multiply(x[first:end], engine="gemm_many"), together[first:end]), (n, first, end)
 
 
-@pytest.mark.parametrize("n", [208, 10240])
+# Tiles of 128 x 128, 128 x 192, 192 x 128 and 256 x 128 (tokens, channels); the third and fifth more than once a block.
+EPILOGUES = [(208, 777), (10240, 256), (10240, 777), (16896, 192), (16896, 640)]
+
+
+@pytest.mark.parametrize(("n", "m"), EPILOGUES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_many_tokens_epilogues(n: int, dtype: torch.dtype) -> None:
+def test_many_tokens_epilogues(n: int, m: int, dtype: torch.dtype) -> None:
     weight = Weight("uniform", 4, 64, n, 320, False, dtype)
-    m = 777
     x, residual = weight.tokens(m), torch.randn(m, n + 16, device="cuda").to(dtype)[:, 3 : 3 + n]
     exact = x.double() @ weight.exact.t()
     step = torch.finfo(dtype).eps
@@ -145,20 +148,36 @@ def test_many_tokens_epilogues(n: int, dtype: torch.dtype) -> None:
     got = weight.multiply(x, activation="relu", out_scale=out_scale, engine="gemm_many")
     assert got.dtype == torch.int8
     assert (got.int() - octofuse.quantize_per_tensor(plain, out_scale).int()).abs().max() <= 1
-    odd = Weight("uniform", 4, None, 1003, 320, False, dtype)
-    x = odd.tokens(300)
+    gated = weight.multiply(x, activation="silu", gated=True, engine="gemm_many")
+    both = weight.multiply(x, engine="gemm_many")
+    assert torch.equal(gated, octofuse.gated_activation(both, "silu"))
+    odd = Weight("uniform", 4, None, n - 5, 320, False, dtype)
+    x = odd.tokens(m)
     want = linear(x.double(), odd.exact, odd.bias.double())
     assert (odd.multiply(x, engine="gemm_many").double() - want).abs().max() <= 4 * step * want.abs().max()
 
 
-def test_many_tokens_in_a_chain() -> None:
+def test_more_tokens_than_a_band() -> None:
+    """Tiles are walked through in bands of 2,048 tokens."""
+    weight = Weight("uniform", 4, 128, 400, 256, False, torch.float16)
+    x = weight.tokens(4500)
+    weight.check(x)
+    together = weight.multiply(x, engine="gemm_many")
+    for first in (0, 1900, 2048, 4096, 4372):
+        assert torch.equal(weight.multiply(x[first : first + 128], engine="gemm_many"), together[first : first + 128])
+
+
+@pytest.mark.parametrize("constant_weight", [True, False])
+def test_many_tokens_in_a_chain(constant_weight: bool) -> None:
     """Captured, each kernel let in before the last has finished; what one writes the next one reads."""
     weights = [Weight("uniform", bits, 128, 1536, 1536, False, torch.float16) for bits in (4, 8, 3)]
+    for weight in weights:
+        weight.scale *= 0.1  # so that values stay as large as they were
 
     def chain(x: Tensor) -> Tensor:
         for weight in weights * 3:
-            x = weight.multiply(x, residual=x, constant_weight=True, engine="gemm_many") * 0.1
-            x = weight.multiply(x, constant_weight=True, engine="gemm_many") * 0.1
+            x = weight.multiply(x, constant_weight=constant_weight, engine="gemm_many")
+            x = weight.multiply(x, residual=x, bias=None, constant_weight=constant_weight, engine="gemm_many")
         return x
 
     x = weights[0].tokens(700) * 0.1

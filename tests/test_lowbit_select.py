@@ -34,7 +34,11 @@ def test_tokens_decide() -> None:
     assert select(m=257)["chosen"] == "gemm_many"
     assert select(m=129, n=6144)["chosen"] == select(m=2000)["chosen"] == "gemm_many"
     assert select("planes", 4, m=1025)["chosen"] == select(m=257, n=1920)["chosen"] == "dequantized"
+    assert select("planes", 4, m=1024)["chosen"] == select("planes", 3, m=1025)["chosen"] == "gemm_many"
+    assert select(m=256, n=1920)["chosen"] == "gemm"
+    assert select(bits=5, m=256)["chosen"] == "gemm_many", "gemm's blocks for 5 bits have 64 tokens at most"
     assert select(m=64 * 65535, engine="gemm")["chosen"] == "gemm"
+    assert select(m=64 * 65535 + 1)["chosen"] == "gemm_many"
     with pytest.raises(ValueError, match="gemm: it takes up to 4194240 tokens"):
         select(m=64 * 65535 + 1, engine="gemm")
     for bits in (1, 2, 3):

@@ -214,13 +214,6 @@ GemmKernel gemm_kernel_of() {
   return kernel_of<Traits>(reinterpret_cast<const void*>(gemm_kernel<Traits>), &raised);
 }
 
-// Which widths have all kinds of blocks. The others do without the largest ones, to keep the library small.
-constexpr bool has_every_block(LowbitFormat format, int bits) {
-  const bool common = bits == 8 || (bits >= 2 && bits <= 4);
-  return format == LowbitFormat::kPlanes || format == LowbitFormat::kCodebook || format == LowbitFormat::kFloat8 ||
-         (format == LowbitFormat::kUniform && common);
-}
-
 GemmKernel kernel_for(const LowbitArgs& args, const GemmShape& shape) {
   GemmKernel kernel{};
   with_format(args, [&](auto format) {

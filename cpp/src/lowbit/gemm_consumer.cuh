@@ -1,4 +1,5 @@
-// The consumer warps of gemm.cu: they dequantise a k-block's codes in registers and multiply them by the tokens there.
+// The consumer warps of gemm.cu, and their arithmetic for gemm_many.cu: they dequantise a k-block's codes in registers
+// and multiply them by the tokens there.
 #pragma once
 
 #include "lowbit/gemm_args.cuh"

@@ -8,9 +8,8 @@
 //
 //   two blocks of a cluster  have the same tokens and neighbouring channels; each copies half of the tokens to both
 //   two producer lanes       copy weights into a ring of k-blocks, tokens into one of halves of them, tile after tile
-//   2 or 3 consumer warpgroups 64 channels each: dequantise half a k-block while another is multiplied, then finish
-//   their
-//                            outputs through shared memory, 32 tokens at a time
+//   2 or 3 consumer          64 channels each: dequantise half a k-block while another is multiplied, then finish
+//   warpgroups               their outputs through shared memory, 32 tokens at a time
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "lowbit/gemm_consumer.cuh"
@@ -121,7 +120,7 @@ __device__ void consume(const ManyArgs& args, ManyBarriers& barriers, const char
     const uint32_t bias = FragmentEpilogue<Traits>::load_bias(args, channel);
     float sums[Traits::kSums];
     multiply_tile<Traits>(args, tokens - Traits::kTableBytes, rings, sums);
-    __syncwarp();
+    __syncwarp();  // a lane or two told the blocks that a stage is free; stmatrix wants whole warps
     if (args.by_pieces) {
       FragmentEpilogue<Traits>(args, own, channel, bias).finish(sums, tile.token);
     } else {

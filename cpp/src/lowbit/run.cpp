@@ -23,7 +23,7 @@ void copy_rows(LowbitArgs& args, DType type, int device, Stream stream, const Al
   args.x_is_int8 = type == DType::kInt8;
 }
 
-// gemm.cu reads x by TMA, as fp16 or bf16. int8 values are exact in either type.
+// gemm.cu and gemm_many.cu read x by TMA, as fp16 or bf16. int8 values are exact in either type.
 bool gemm_reads(const LowbitArgs& args) { return !args.x_is_int8 && args.ldx % 8 == 0 && is_aligned(args.x); }
 
 // The gemv kernels read pairs of columns.

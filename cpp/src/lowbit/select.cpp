@@ -39,17 +39,21 @@ const char* why_not_gemv_int8(const LowbitProblem& problem, const Capability& ca
   return lowbit::least_int8_gemv(problem) <= capability.shared_memory ? nullptr : kNoRoom;
 }
 
-const char* why_not_gemm(const LowbitProblem& problem, const Capability& capability) {
+const char* why_not_gemm_many(const LowbitProblem& problem, const Capability& capability) {
   if (problem.unserved != nullptr) return problem.unserved;
   if (capability.compute_capability != 90) return "needs compute capability 9.0 (wgmma)";
   if (!capability.kernels_sm90a) return "this build holds no sm_90a kernels";
   if (!problem.aligned) return "scale and zero must start at multiples of 16 bytes";
-  if (problem.m > lowbit::kMostGemmTokens) return "it takes up to 4194240 tokens (its grid)";
   // The rows of what TMA reads start at multiples of 16 bytes. A single row may have any length.
   const bool one_row = problem.format != LowbitFormat::kPlanes || problem.bits == 1;
   if (one_row && (problem.group == 0 || problem.group >= problem.k)) return nullptr;
   if (problem.has_zeros) return problem.n % 16 == 0 ? nullptr : "with zero points of groups N must be a multiple of 16";
   return problem.n % 8 == 0 ? nullptr : "with groups or planes N must be a multiple of 8";
+}
+
+const char* why_not_gemm(const LowbitProblem& problem, const Capability& capability) {
+  if (problem.m > lowbit::kMostGemmTokens) return "it takes up to 4194240 tokens (its grid)";
+  return why_not_gemm_many(problem, capability);
 }
 
 const char* why_not(LowbitEngine engine, const LowbitProblem& problem, const Capability& capability) {
@@ -61,8 +65,9 @@ const char* why_not(LowbitEngine engine, const LowbitProblem& problem, const Cap
     case LowbitEngine::kGemvInt8:
       return why_not_gemv_int8(problem, capability);
     case LowbitEngine::kGemm:
-    case LowbitEngine::kGemmMany:
       return why_not_gemm(problem, capability);
+    case LowbitEngine::kGemmMany:
+      return why_not_gemm_many(problem, capability);
     case LowbitEngine::kDequantized:
       return nullptr;
   }
@@ -81,8 +86,9 @@ bool is_better_dequantised(const LowbitProblem& problem) {
 // Why "auto" leaves out an engine that could serve.
 const char* why_slower(LowbitEngine engine, const LowbitProblem& problem) {
   if (engine != LowbitEngine::kGemm && engine != LowbitEngine::kGemmMany) return nullptr;
-  const bool is_many =
-      problem.m > 128 && problem.m > lowbit::most_gemm_tokens(problem.n, lowbit::k_blocks_of(problem.k));
+  const bool every = lowbit::has_every_block(problem.format, problem.bits);
+  const bool is_many = problem.m > lowbit::kGemmStep &&  // without asking: it is never less
+                       problem.m > lowbit::most_gemm_tokens(problem.n, lowbit::k_blocks_of(problem.k), every);
   if (is_many && is_better_dequantised(problem)) {
     return "slower: for so many tokens a weight that is dequantised once is faster";
   }

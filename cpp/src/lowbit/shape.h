@@ -138,6 +138,13 @@ constexpr int kMostSplit = 4;                             // blocks of a cluster
 constexpr int64_t kMostGemmTokens = int64_t{64} * 65535;  // a grid has no more blocks in z, of 64 tokens at least then
 constexpr int kFewChannels = 64 * 66;  // 66 tiles of 64 channels, two blocks each: one for each of 132 SMs
 
+// Which widths have all kinds of blocks. The others do without the largest ones, to keep the library small.
+constexpr bool has_every_block(LowbitFormat format, int bits) {
+  const bool common = bits == 8 || (bits >= 2 && bits <= 4);
+  return format == LowbitFormat::kPlanes || format == LowbitFormat::kCodebook || format == LowbitFormat::kFloat8 ||
+         (format == LowbitFormat::kUniform && common);
+}
+
 // A block has so many tokens and output channels; so many blocks share K, a cluster. K has 4 slices a block of 64
 // channels, 2 of 128 and 1 of 192: how many there are in all depends on N and K alone, and so do a token's bits. Sizes
 // are those of an H200, 132 SMs with room for 66 clusters of 2 or 30 of 4, whatever the GPU: the same bits on all.
@@ -231,14 +238,17 @@ struct ManyShape {
   constexpr int64_t tiles() const { return int64_t{token_tiles} * channel_pairs; }
 };
 
-// Up to so many tokens gemm.cu is as fast as gemm_many.cu, or nearly. N and K alone decide, since the two add in
-// another order.
-inline int64_t most_gemm_tokens(int64_t n, int k_blocks) {
-  constexpr int64_t kStep = 128, kMost = 1024;
-  if (GemmShape::is_split_by_4(n, k_blocks)) return 2 * kStep;
-  for (int64_t m = kStep; m < kMost; m += kStep) {
-    const GemmShape few(static_cast<int>(m + kStep), static_cast<int>(n), k_blocks, true);
-    if (few.time(m + kStep, n, k_blocks) * 21 >= ManyShape(m + kStep, n, k_blocks).time * 20) return m;
+constexpr int64_t kGemmStep = 128;  // tokens
+
+// Up to so many tokens gemm.cu is faster, by more than 5 % beyond the first step. N, K and the kind of weight alone
+// decide, since the two kernels add in different orders. every: has_every_block().
+inline int64_t most_gemm_tokens(int64_t n, int k_blocks, bool every) {
+  constexpr int64_t kMost = 8 * kGemmStep;
+  if (GemmShape::is_split_by_4(n, k_blocks)) return 2 * kGemmStep;
+  for (int64_t m = kGemmStep; m < kMost; m += kGemmStep) {
+    const int64_t next = m + kGemmStep;
+    const GemmShape few(static_cast<int>(next), static_cast<int>(n), k_blocks, every);
+    if (few.time(next, n, k_blocks) * 21 >= ManyShape(next, n, k_blocks).time * 20) return m;
   }
   return kMost;
 }

@@ -8,9 +8,9 @@ where K or the distance of its rows is odd, or where it does not start at a mult
 
 More tokens, compute capability 9.0 (engines "gemm" and "gemm_many"): weights are rounded once to x's dtype and multiplied
 on its tensor cores. "gemm" cuts K, "gemm_many" makes a weight for up to 256 tokens at a time; "auto" changes from one to
-the other at 128 to 1,024 tokens, a number that N and K decide (`octofuse.explain` tells). They need N to be a multiple of
-8, with zero points of 16; N is free where a row is one group (of one plane). x is copied where its rows do not start at
-multiples of 16 bytes.
+the other at 128 to 1,024 tokens, a number that N, K and the kind of weight decide (`octofuse.explain` tells). They need N
+to be a multiple of 8, with zero points of 16; N is free where a row is one group (of one plane). x is copied where its
+rows do not start at multiples of 16 bytes.
 
 int8 activations: up to 4 tokens as they are, exactly; more as numbers of the scale's dtype, which hold them (a copy).
 
