@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,6 +157,19 @@ class Weight:
         assert got.shape == (*x.shape[:-1], self.n)
         assert got.dtype == self.dtype
         assert (got.double() - linear(x.double(), self.exact, self.bias.double())).abs().max() <= 2 * own
+
+
+def check_captured(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Captured in a graph, and replayed, it gives what it gives at once, which is returned."""
+    want = call(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call(x)
+    for _ in range(5):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
+    return want
 
 
 def layer_of(name: str, n: int, k: int, dtype: torch.dtype, device: str) -> tuple[PackedLinear, nn.Linear]:

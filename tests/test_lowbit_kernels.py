@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear
 
 import octofuse
-from helpers import Weight
+from helpers import Weight, check_captured
 from octofuse import _C
 from octofuse.ops.lowbit import dequantize_lowbit
 
@@ -97,101 +97,6 @@ def test_a_token_keeps_its_bits(kind: str, bits: int, n: int, k: int) -> None:
     assert torch.equal(weight.multiply(x[:128].view(4, -1, k)).view(128, -1), together[:128])
 
 
-# Each tile of gemm_many.cu, one round of them and more, and less than a tile.
-MANY = [(208, 104), (1600, 2176), (4352, 1600), (10240, 256), (16896, 256)]
-
-
-@pytest.mark.parametrize(("kind", "bits", "zeros"), [*KINDS[:16], KINDS[16], KINDS[18], KINDS[23], *KINDS[-3:]])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_many_tokens(kind: str, bits: int, zeros: bool, dtype: torch.dtype) -> None:
-    """At most twice torch's error; and a token's bits whatever stands beside it."""
-    for (n, k), group in zip(MANY, (None, 32, 64, 128, 256), strict=True):
-        weight = Weight(kind, bits, group, n, k, zeros, dtype)
-        x = weight.tokens(1111)
-        want = linear(x.double(), weight.exact, weight.bias.double())
-        own = (linear(x, weight.rounded, weight.bias).double() - want).abs().max()
-        together = weight.multiply(x, engine="gemm_many")
-        assert (together.double() - want).abs().max() <= 2 * own
-        for first, end in ((0, 1111), (0, 1), (5, 105), (0, 128), (100, 292), (1, 257), (200, 584), (3, 643)):
-            assert torch.equal(weight.multiply(x[first:end], engine="gemm_many"), together[first:end]), (n, first, end)
-
-
-# Tiles of 128 x 128, 128 x 192, 192 x 128 and 256 x 128 (tokens, channels); the third and fifth more than once a block.
-EPILOGUES = [(208, 777), (10240, 256), (10240, 777), (16896, 192), (16896, 640)]
-
-
-@pytest.mark.parametrize(("n", "m"), EPILOGUES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_many_tokens_epilogues(n: int, m: int, dtype: torch.dtype) -> None:
-    weight = Weight("uniform", 4, 64, n, 320, False, dtype)
-    x, residual = weight.tokens(m), torch.randn(m, n + 16, device="cuda").to(dtype)[:, 3 : 3 + n]
-    exact = x.double() @ weight.exact.t()
-    step = torch.finfo(dtype).eps
-    scale = torch.rand(m, device="cuda") + 0.5
-    for activation, function in ((None, lambda y: y), ("relu", torch.relu), ("gelu", gelu),
-                                 ("silu", torch.nn.functional.silu)):  # fmt: skip
-        for bias in (None, weight.bias):
-            for added in (None, residual):
-                got = weight.multiply(x, activation=activation, bias=bias, residual=added, engine="gemm_many").double()
-                want = function(exact + (0 if bias is None else bias.double()))
-                want += 0 if added is None else added.double()
-                assert ((got - want).abs() <= 4 * step * (want.abs() + exact.abs().amax() / 8)).all(), (
-                    activation,
-                    bias,
-                )
-    numbers = torch.randint(-128, 128, (m, 320), device="cuda", dtype=torch.int8)
-    got = weight.multiply(numbers, x_scale=scale, engine="gemm_many").double()
-    want = linear(numbers.double() * scale.double().unsqueeze(1), weight.exact, weight.bias.double())
-    assert (got - want).abs().max() <= 4 * step * want.abs().max()
-    plain = weight.multiply(x, activation="relu", engine="gemm_many")
-    out_scale = float(plain.float().amax()) / 100
-    got = weight.multiply(x, activation="relu", out_scale=out_scale, engine="gemm_many")
-    assert got.dtype == torch.int8
-    assert (got.int() - octofuse.quantize_per_tensor(plain, out_scale).int()).abs().max() <= 1
-    gated = weight.multiply(x, activation="silu", gated=True, engine="gemm_many")
-    both = weight.multiply(x, engine="gemm_many")
-    assert torch.equal(gated, octofuse.gated_activation(both, "silu"))
-    odd = Weight("uniform", 4, None, n - 5, 320, False, dtype)
-    x = odd.tokens(m)
-    want = linear(x.double(), odd.exact, odd.bias.double())
-    assert (odd.multiply(x, engine="gemm_many").double() - want).abs().max() <= 4 * step * want.abs().max()
-
-
-def test_more_tokens_than_a_band() -> None:
-    """Tiles are walked through in bands of 2,048 tokens."""
-    weight = Weight("uniform", 4, 128, 400, 256, False, torch.float16)
-    x = weight.tokens(4500)
-    weight.check(x)
-    together = weight.multiply(x, engine="gemm_many")
-    for first in (0, 1900, 2048, 4096, 4372):
-        assert torch.equal(weight.multiply(x[first : first + 128], engine="gemm_many"), together[first : first + 128])
-
-
-@pytest.mark.parametrize("constant_weight", [True, False])
-def test_many_tokens_in_a_chain(constant_weight: bool) -> None:
-    """Captured, each kernel let in before the last has finished; what one writes the next one reads."""
-    weights = [Weight("uniform", bits, 128, 1536, 1536, False, torch.float16) for bits in (4, 8, 3)]
-    for weight in weights:
-        weight.scale *= 0.1  # so that values stay as large as they were
-
-    def chain(x: Tensor) -> Tensor:
-        for weight in weights * 3:
-            x = weight.multiply(x, constant_weight=constant_weight, engine="gemm_many")
-            x = weight.multiply(x, residual=x, bias=None, constant_weight=constant_weight, engine="gemm_many")
-        return x
-
-    x = weights[0].tokens(700) * 0.1
-    want = chain(x)
-    assert torch.isfinite(want).all()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = chain(x)
-    for _ in range(5):
-        got.zero_()
-        graph.replay()
-        assert torch.equal(got, want)
-
-
 @pytest.mark.parametrize(("kind", "bits"), [("uniform", 4), ("uniform", 2), ("uniform", 8), ("planes", 3), *SOME[4:]])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norms_in_front(kind: str, bits: int, dtype: torch.dtype) -> None:
@@ -232,15 +137,7 @@ def test_a_chain_with_norms_keeps_its_bits(kind: str, m: int) -> None:
             x = weight.multiply(x, **norm, activation="gelu_tanh", residual=x, constant_weight=True)
         return x
 
-    x = weights[0].tokens(m)
-    want = chain(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = chain(x)
-    for _ in range(5):
-        got.zero_()
-        graph.replay()
-        assert torch.equal(got, want)
+    check_captured(chain, weights[0].tokens(m))
 
 
 @pytest.mark.parametrize("m", [1, 4, 20])
@@ -372,21 +269,13 @@ def test_outliers_do_not_drown_what_stands_beside_them() -> None:
 def test_in_a_graph() -> None:
     """A chain of layers, captured: what one writes the next one reads."""
     weights = [Weight("uniform", bits, 128, 512, 512, False, torch.float16) for bits in (4, 3, 8, 2)]
-    x = weights[0].tokens(2)
 
     def chain(y: Tensor) -> Tensor:
         for weight in weights * 3:
             y = weight.multiply(y, constant_weight=True).clamp(-4, 4) if weight.bits == 2 else weight.multiply(y) * 0.1
         return y
 
-    want = chain(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = chain(x)
-    for _ in range(3):
-        got.zero_()
-        graph.replay()
-        assert torch.equal(got, want)
+    check_captured(chain, weights[0].tokens(2))
 
 
 def test_compiles() -> None:
