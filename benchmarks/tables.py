@@ -138,7 +138,7 @@ def lowbit() -> str:
 
 
 def prompts() -> str:
-    """fp16 over each kind of weight, by tokens."""
+    """Times beside fp16's, and fp16's over those of 4 bits by tokens."""
     names = ("w8a16", "w4a16", "w3a16", "bcq-q3", "nf4", "w4a16, dequantised")
     found = result("h200/prompts")["rows"]
     rows = []
@@ -318,19 +318,8 @@ def files() -> str:
 
 def versions() -> str:
     found = result("h200/gemm")
-    names = (
-        "tests",
-        "gemm",
-        "float8",
-        "decode",
-        "gpt2",
-        "lowbit",
-        "prompts",
-        "codebook",
-        "outliers",
-        "files",
-        "parallel",
-    )
+    names = ("tests", "gemm", "float8", "decode", "gpt2", "lowbit", "prompts", "codebook", "outliers", "files",
+             "parallel")  # fmt: skip
     ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in names]
     return (
         f"One H200, torch {found['torch']}, driver {found['driver']}, cuBLASLt {found['cublaslt']}. `cpp/` was, for "

@@ -254,7 +254,7 @@ def lowbit_block_cases() -> int:
 
 
 def many_token_cases() -> int:
-    """gemm_many's blocks with several tiles each, of every size: 256, 128 and 192 tokens."""
+    """gemm_many's blocks with several tiles each: 256 x 128, 128 x 192 and 192 x 128 (tokens, channels)."""
     count = 0
     for (kind, bits, _), (n, k, m) in itertools.product(
         (LOWBIT[0], LOWBIT[5]), ((10240, 256, 640), (10240, 256, 777), (4352, 512, 1111))

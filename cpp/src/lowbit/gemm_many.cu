@@ -1,10 +1,10 @@
 // Many tokens against low-bit weights on sm_90a, by blocks that stay and work through tiles of 128 to 256 tokens by 128
 // or 192 channels.
 //
-// What bounds gemm.cu there is making weights: beside running tensor cores an instruction takes 4 to 5 cycles, and a
-// weight takes nearly two. So a weight is made for up to 256 tokens here, and K is not cut: sums of so many tokens
-// leave no registers for those of another slice. wgmma adds in an order of K alone, whatever the tile: a token's bits
-// depend neither on the other tokens nor on their number, but they are not those of gemm.cu, which cuts K.
+// gemm.cu makes every weight again for 128 tokens, which is likely what bounds it there (cpp/README.md). Here a weight
+// is made for up to 256 tokens, and K is not cut: sums of so many tokens leave no registers for those of another slice.
+// wgmma adds in an order of K alone, whatever the tile: a token's bits depend neither on the other tokens nor on their
+// number, but they are not those of gemm.cu, which cuts K.
 //
 //   two blocks of a cluster  have the same tokens and neighbouring channels; each copies half of the tokens to both
 //   two producer lanes       copy weights into a ring of k-blocks, tokens into one of halves of them, tile after tile
