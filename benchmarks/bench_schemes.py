@@ -30,7 +30,8 @@ NEW = 32
 MORE = (
     "w8a8-static-tensor", "w8a8-static-mse", "w8a8-static-percentile", "w8a8-static-entropy", "w8a8-static-smooth",
     "w6a16-g128", "w5a16-g128", "w4a16-g128-gptq", "w4a16-g32-gptq", "w3a16-g128", "w2a16-g128", "bcq-q1-g128",
-    "fp8-dynamic", "fp8-static", "fp8-block128", "nf4", "fp4", "llm-int8", "w8a16-fp8",
+    "fp8-dynamic", "fp8-static", "fp8-block128", "nf4", "fp4", "llm-int8", "w8a16-fp8", "w4a8-g128",
+    "w4a8-g128-mse", "w4a8-g32", "w4a8-mse", "w4a8-gptq",
 )  # fmt: skip
 
 

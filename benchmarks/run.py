@@ -16,8 +16,8 @@ from rich.table import Table
 
 from octofuse.testing.timing import environment
 
-TOPICS = ("gemm", "float8", "layouts", "lowbit", "prompts", "codebook", "outliers", "quantize", "model", "gpt2", "decode",
-          "parallel", "files", "cpu", "schemes", "llama_cpp")  # fmt: skip
+TOPICS = ("gemm", "float8", "layouts", "lowbit", "prompts", "w4a8", "codebook", "outliers", "quantize", "model", "gpt2",
+          "decode", "parallel", "files", "cpu", "schemes", "llama_cpp")  # fmt: skip
 
 
 def show(console: Console, topic: str, rows: list[dict]) -> None:

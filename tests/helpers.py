@@ -15,9 +15,11 @@ import octofuse
 from octofuse import _C
 from octofuse.nn import PackedLinear, quantised_layer
 from octofuse.ops._calls import AttendCall
-from octofuse.ops.lowbit import bcq_linear, codebook_linear, sparse12_linear, split_zero, woq_linear
-from octofuse.quant import bcq, codebook, grid, scheme_named, sparse
-from octofuse.quant.packing import pack, pack_pairs
+from octofuse.ops.dequantized import split_zero
+from octofuse.ops.lowbit import bcq_linear, codebook_linear, sparse12_linear, woq_linear
+from octofuse.ops.two_level import two_level_linear
+from octofuse.quant import bcq, codebook, grid, scheme_named, sparse, two_level
+from octofuse.quant.packing import pack, pack_pairs, row_parts
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -141,7 +143,7 @@ class Weight:
     def dequantized(self) -> Tensor | None:
         """By the kernel."""
         stored = (self.packed, self.scale, *split_zero(self.zero))
-        return _C.lowbit_dequantize(*stored, self.kind, self.bits, self.group, self.levels, self.k)
+        return _C.lowbit_dequantize(*stored, self.kind, self.bits, self.group, self.levels, None, self.k)
 
     def tokens(self, m: int, seed: int = 0) -> Tensor:
         return torch.randn(m, self.k, generator=torch.Generator(self.device).manual_seed(seed), device=self.device).to(
@@ -157,6 +159,46 @@ class Weight:
         assert got.shape == (*x.shape[:-1], self.n)
         assert got.dtype == self.dtype
         assert (got.double() - linear(x.double(), self.exact, self.bias.double())).abs().max() <= 2 * own
+
+
+class IntegerWeight:
+    """Random codes of a weight that is its rows' scales times integers of 8 bits; and these integers."""
+
+    def __init__(
+        self, bits: int, group: int | None, n: int, k: int, dtype: torch.dtype, *, levels: bool, device: str = "cuda"
+    ) -> None:
+        """levels: two of them, for each group of columns; else a row is one group."""
+        more = {"generator": torch.Generator(device).manual_seed(n * 5 + k + bits), "device": device}
+        self.codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, **more)
+        self.packed = torch.cat([pack(part, bits) for part in row_parts(self.codes)])
+        self.scale = ((torch.rand(1, n, **more) + 0.1) / (100 if levels else 10)).to(dtype)
+        self.bits, self.group, self.n, self.k, self.group_scale = bits, group, n, k, None
+        self.integers = (self.codes.int() - (1 << bits - 1)).to(torch.int8)
+        if levels:
+            groups = 1 if group is None else -(-k // group)
+            step = torch.randint(1, 17, (groups, n), **more)
+            zero = torch.randint(0, 16, (groups, n), **more)
+            zero = torch.minimum(torch.maximum(zero, 15 - 127 // step), 128 // step).clamp(0, 15)
+            self.group_scale = (step + 256 * zero).to(torch.int16)
+            two_level.check_levels(self.group_scale)
+            self.integers = two_level.integers(self.codes, self.group_scale.t(), group)
+        self.bias = torch.randn(n, **more).to(dtype)
+
+    def tokens(self, m: int) -> tuple[Tensor, Tensor]:
+        more = {"generator": torch.Generator(self.codes.device).manual_seed(m), "device": self.codes.device}
+        return torch.randint(-128, 128, (m, self.k), dtype=torch.int8, **more), torch.rand(m, 1, **more) / 100
+
+    def multiply(self, x: Tensor, x_scale: Tensor | float, **more) -> Tensor:
+        more = {"bias": self.bias, "x_scale": x_scale} | more
+        if self.group_scale is not None:
+            return two_level_linear(x, self.packed, self.scale, self.group_scale, group=self.group, **more)
+        zero = 1 << self.bits - 1
+        return woq_linear(x, self.packed, self.scale, zero, bits=self.bits, group=self.group, **more)
+
+    def by_int8(self, x: Tensor, x_scale: Tensor | float, **more) -> Tensor:
+        """What it has to be, bit by bit: the int8 linear with the integers as its weight."""
+        more = {"bias": self.bias, "out_dtype": torch.int8 if "out_scale" in more else self.scale.dtype} | more
+        return octofuse.linear(x, self.integers, x_scale, self.scale.float().view(-1), **more)
 
 
 def check_captured(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

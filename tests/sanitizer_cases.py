@@ -16,7 +16,7 @@ import sys
 import torch
 
 import octofuse
-from helpers import FLOATS, Weight, attend_call, operands, served
+from helpers import FLOATS, IntegerWeight, Weight, attend_call, operands, served
 from octofuse import _C, layouts, reference
 from octofuse.layouts import COL32, LAYOUTS, ROW, from_layout, interleaved, to_layout
 from octofuse.ops import decode
@@ -284,7 +284,7 @@ def _lowbit_cases(
         weight = Weight(kind, bits, group, n, k, zeros, torch.float16, device="cpu")
         packed, scale, bias = (t.cuda() for t in (weight.packed, weight.scale, weight.bias))
         zero = None if weight.zero is None else weight.zero.cuda()
-        _C.lowbit_dequantize(packed, scale, zero, None, kind, bits, group, weight.levels, k)
+        _C.lowbit_dequantize(packed, scale, zero, None, kind, bits, group, weight.levels, None, k)
         for m in (1, 3, 7, 20, 40, 150):
             x = weight.tokens(m)
             call = LowbitCall(
@@ -316,6 +316,30 @@ def _lowbit_cases(
                 if n % 2 == 0:
                     _C.lowbit_linear(call._replace(**norm, activation="silu", gated=True))
                 count += 2 + (n % 2 == 0)
+    return count
+
+
+def integer_cases() -> int:
+    """int8 tokens beside integers of few bits: every kernel, ragged sizes, epilogues; the last K is divided by blocks."""
+    count = 0
+    kinds = ((4, None, False), (4, 128, True), (4, 32, True), (3, None, False), (8, None, False))
+    for (bits, group, levels), (n, k) in itertools.product(kinds, ((48, 128), (136, 1100), (320, 4096))):
+        weight = IntegerWeight(bits, group, n, k, torch.float16, levels=levels, device="cpu")
+        packed, scale, bias = (t.cuda() for t in (weight.packed, weight.scale, weight.bias))
+        group_scale = None if weight.group_scale is None else weight.group_scale.cuda()
+        for m in (1, 3, 20, 150, 600):
+            x, x_scale = weight.tokens(m)
+            residual = torch.ones(m, n).half()
+            want = weight.by_int8(x, x_scale, residual=residual)
+            call = LowbitCall(
+                x.cuda(), x_scale.cuda(), packed, scale, None, None, "two_level" if levels else "uniform", bits, group,
+                None, None, None, 0.0, bias, None, residual.cuda(), None, "auto", True, False,
+                None if levels else 1 << bits - 1, None, group_scale,
+            )  # fmt: skip
+            for engine in ("auto", "gemm", "gemm_many"):
+                assert torch.equal(_C.lowbit_linear(call._replace(engine=engine)).cpu(), want), (bits, n, k, m, engine)
+                _C.lowbit_linear(call._replace(engine=engine, out_scale=torch.ones(1).cuda(), activation="silu"))
+                count += 2
     return count
 
 
@@ -362,6 +386,7 @@ PARTS = {
     "tiles": (many_tile_cases, float8_cases),
     "lowbit": (lowbit_cases,),
     "lowbit_blocks": (lowbit_block_cases, many_token_cases),
+    "integers": (integer_cases,),
     "others": (quantize_cases, row_cases, layout_cases, decode_cases, many_sequences_cases, outlier_cases),
 }
 OF_ENGINES = (linear_cases, many_tile_cases, float8_cases)

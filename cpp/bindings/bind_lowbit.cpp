@@ -21,7 +21,7 @@ namespace {
 // A weight as it was given, checked. The views keep alive what `args` points into.
 struct LowbitWeight {
   TensorView packed, scale;
-  std::optional<TensorView> zero;
+  std::optional<TensorView> zero, group_scale;
   LowbitArgs args;
 };
 
@@ -35,6 +35,10 @@ LowbitFormat parse_kind(const std::string& kind, int bits) {
   if (kind == "float8") {
     if (bits != 8) refuse<ValueError>("bits", "8 of float8", std::to_string(bits));
     return LowbitFormat::kFloat8;
+  }
+  if (kind == "two_level") {
+    if (bits != 4) refuse<ValueError>("bits", "4 of two levels", std::to_string(bits));
+    return LowbitFormat::kTwoLevel;
   }
   return kind == "sparse12" ? LowbitFormat::kSparse12 : LowbitFormat::kUniform;
 }
@@ -70,15 +74,26 @@ int twice_zero_of(py::handle zero_point, int bits) {
   return static_cast<int>(2 * zero);
 }
 
+// A tensor of integers, `kind` and bits of which are `text`.
+void check_integers(py::handle given, const char* name, int kind, int bits, const char* text,
+                    const std::vector<int64_t>& shape, const TensorView& packed, std::optional<TensorView>& view) {
+  view.emplace(given, name);
+  if (view->dl.dtype.code != kind || view->dl.dtype.bits != bits) {
+    refuse<TypeError>(name, std::string("dtype ") + text, view->dtype_text());
+  }
+  expect_beside(*view, shape, packed);
+}
+
 // scale is called "alpha" for planes: [groups, planes, N].
 LowbitWeight checked_weight(py::handle packed, py::handle scale, py::handle zero, py::handle zero_point,
-                            const std::string& kind, int bits, py::handle group, py::handle levels, int64_t k) {
+                            const std::string& kind, int bits, py::handle group, py::handle levels,
+                            py::handle group_scale, int64_t k) {
   LowbitArgs args;
   args.format = parse_kind(kind, bits);
   if (args.format == LowbitFormat::kCodebook) args.levels = parse_levels(levels);
   args.bits = bits;
   const bool planes = args.format == LowbitFormat::kPlanes;
-  LowbitWeight weight{TensorView(packed, "packed"), TensorView(scale, planes ? "alpha" : "scale"), {}, args};
+  LowbitWeight weight{TensorView(packed, "packed"), TensorView(scale, planes ? "alpha" : "scale"), {}, {}, args};
   const int64_t columns = group.is_none() ? k : group.cast<int64_t>();
   if (columns < 1) refuse<ValueError>("group", "None or at least 1", std::to_string(columns));
   const int64_t groups = (k + columns - 1) / columns;
@@ -86,17 +101,18 @@ LowbitWeight checked_weight(py::handle packed, py::handle scale, py::handle zero
   expect_known_device(weight.packed);
   const int64_t n = weight.scale.ndim() > 0 ? weight.scale.size(weight.scale.ndim() - 1) : 0;
   if (n < 1) refuse<ValueError>(weight.scale.name, "N >= 1 values of each group", "shape " + weight.scale.shape_text());
-  expect_beside(weight.scale, planes ? std::vector<int64_t>{groups, bits, n} : std::vector<int64_t>{groups, n},
+  const bool has_levels = args.format == LowbitFormat::kTwoLevel;
+  const int64_t scales = has_levels ? 1 : groups;  // of a channel
+  expect_beside(weight.scale, planes ? std::vector<int64_t>{scales, bits, n} : std::vector<int64_t>{scales, n},
                 weight.packed);
   expect_dtype(weight.packed, {DType::kInt32});
   const int64_t words = (args.format == LowbitFormat::kSparse12 ? 4 : bits) * ((k + 127) / 128) * 4;
   expect_beside(weight.packed, {(n + 15) / 16 * 16, words}, weight.packed);
-  if (!zero.is_none()) {
-    weight.zero.emplace(zero, "zero");
-    if (weight.zero->dl.dtype.code != kDLUInt || weight.zero->dl.dtype.bits != 8) {
-      refuse<TypeError>("zero", "dtype uint8", weight.zero->dtype_text());
-    }
-    expect_beside(*weight.zero, {groups, n}, weight.packed);
+  if (has_levels) {
+    check_integers(group_scale, "group_scale", kDLInt, 16, "int16", {groups, n}, weight.packed, weight.group_scale);
+    weight.args.group_scale = weight.group_scale->data<const uint16_t>();
+  } else if (!zero.is_none()) {
+    check_integers(zero, "zero", kDLUInt, 8, "uint8", {groups, n}, weight.packed, weight.zero);
     weight.args.zero = weight.zero->data<const uint8_t>();
   } else if (args.format == LowbitFormat::kUniform) {
     weight.args.twice_zero = twice_zero_of(zero_point, bits);
@@ -170,11 +186,14 @@ void parse_epilogue(LowbitCall& call, const LowbitFields& given) {
   }
 }
 
+bool has_levels(const LowbitCall& call) { return call.weight.args.format == LowbitFormat::kTwoLevel; }
+
 // What no CUDA kernel at all takes, by name; nullptr if nothing stands against one.
 const char* why_unserved(const LowbitCall& call, bool has_offset) {
   const DType type = call.weight.scale.dtype;
   const auto other = [&](const std::optional<TensorView>& view) { return view.has_value() && view->dtype != type; };
   if (call.x.on_cpu()) return "needs tensors on cuda";
+  if (has_levels(call) && call.x.dtype != DType::kInt8) return "kernels take int8 x beside two levels";
   if (has_offset) return "kernels know no offset";
   if (type == DType::kFloat32) return "kernels take float16 and bfloat16 scales, got float32";
   if (call.x.dtype != DType::kInt8 && call.x.dtype != type) return "x must have the scale's dtype, or be int8";
@@ -186,6 +205,7 @@ const char* why_unserved(const LowbitCall& call, bool has_offset) {
 const char* why_not_cpu(const LowbitCall& call, bool has_offset) {
   if (!call.x.on_cpu()) return "needs tensors on the CPU";
   if (has_offset) return "kernels know no offset";
+  if (has_levels(call) && call.x.dtype != DType::kInt8) return "it takes int8 x beside two levels";
   return cpu::takes_group(call.weight.args.group) ? nullptr : "it takes groups of whole multiples of 32 columns";
 }
 
@@ -195,7 +215,7 @@ LowbitCall checked_call(const LowbitFields& given) {
   const int64_t k = x.size(x.ndim() - 1);
   LowbitCall call{x,
                   checked_weight(given.packed, given.scale, given.zero, given.zero_point, parse_str(given.kind, "kind"),
-                                 given.bits.cast<int>(), given.group, given.levels, k),
+                                 given.bits.cast<int>(), given.group, given.levels, given.group_scale, k),
                   {},
                   {},
                   {},
@@ -256,12 +276,14 @@ py::dict explain_op(const py::tuple& fields) {
   result["chosen"] = name_of(decision.chosen);
   result["why"] = decision.why;
   result["declined"] = decision.declined;
+  result["is_integer"] = call.problem.is_integer;
   return result;
 }
 
 // The choice for a device that need not be here; group 0: a row.
 py::dict select_op(const std::string& kind, int bits, int64_t m, int64_t n, int64_t k, int64_t group, bool has_zeros,
-                   const std::string& engine, int compute_capability, int sm_count, int shared_memory) {
+                   const std::string& engine, int compute_capability, int sm_count, int shared_memory,
+                   bool is_integer) {
   LowbitProblem problem;
   problem.format = parse_kind(kind, bits);
   problem.bits = bits;
@@ -270,6 +292,7 @@ py::dict select_op(const std::string& kind, int bits, int64_t m, int64_t n, int6
   problem.k = k;
   problem.group = group >= k ? 0 : group;
   problem.has_zeros = has_zeros;
+  problem.is_integer = is_integer;
   Capability capability = capability_for(compute_capability, sm_count);
   capability.shared_memory = shared_memory;
   const LowbitDecision decision = explain_lowbit(problem, capability, engine);
@@ -277,12 +300,15 @@ py::dict select_op(const std::string& kind, int bits, int64_t m, int64_t n, int6
   result["chosen"] = name_of(decision.chosen);
   result["why"] = decision.why;
   result["declined"] = decision.declined;
+  if (problem.is_integer) result["tile"] = integer_tile(problem, decision.chosen);
   return result;
 }
 
 py::object lowbit_dequantize_op(py::handle packed, py::handle scale, py::handle zero, py::handle zero_point,
-                                const std::string& kind, int bits, py::handle group, py::handle levels, int64_t k) {
-  const LowbitWeight weight = checked_weight(packed, scale, zero, zero_point, kind, bits, group, levels, k);
+                                const std::string& kind, int bits, py::handle group, py::handle levels,
+                                py::handle group_scale, int64_t k) {
+  const LowbitWeight weight =
+      checked_weight(packed, scale, zero, zero_point, kind, bits, group, levels, group_scale, k);
   const bool served = !weight.packed.on_cpu() && weight.scale.dtype != DType::kFloat32 &&
                       problem_of(weight.args).unserved == nullptr &&
                       device_capability(weight.packed.device()).kernels_mma;
@@ -301,7 +327,7 @@ void bind_lowbit(py::module_& module) {
   module.def("lowbit_explain", &explain_op, py::arg("call"));
   module.def("lowbit_select", &select_op, py::arg("kind"), py::arg("bits"), py::arg("m"), py::arg("n"), py::arg("k"),
              py::arg("group"), py::arg("has_zeros"), py::arg("engine"), py::arg("compute_capability"),
-             py::arg("sm_count"), py::arg("shared_memory"));
+             py::arg("sm_count"), py::arg("shared_memory"), py::arg("is_integer") = false);
   module.def("lowbit_dequantize", &lowbit_dequantize_op);
 }
 

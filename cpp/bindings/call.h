@@ -24,7 +24,7 @@ namespace py = pybind11;
 #define OCTOFUSE_LOWBIT_FIELDS(X) \
   X(x) X(x_scale) X(packed) X(scale) X(zero) X(offset) X(kind) X(bits) X(group) \
   X(norm) X(norm_weight) X(norm_bias) X(eps) X(bias) X(activation) X(residual) \
-  X(out_scale) X(engine) X(constant_weight) X(gated) X(zero_point) X(levels)
+  X(out_scale) X(engine) X(constant_weight) X(gated) X(zero_point) X(levels) X(group_scale)
 
 #define OCTOFUSE_ROWS_FIELDS(X) \
   X(x) X(op) X(residual) X(weight) X(bias) X(eps) X(activation) X(quantize) X(scale) \

@@ -64,6 +64,7 @@ def lowbit_select(
     compute_capability: int,
     sm_count: int,
     shared_memory: int,
+    is_integer: bool = False,
 ) -> dict[str, Any]: ...
 def lowbit_dequantize(
     packed: Tensor,
@@ -74,6 +75,7 @@ def lowbit_dequantize(
     bits: int,
     group: int | None,
     levels: list[float] | None,
+    group_scale: Tensor | None,
     k: int,
 ) -> Tensor | None: ...
 

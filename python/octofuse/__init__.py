@@ -43,6 +43,7 @@ from octofuse.ops import (
     sparse12_linear,
     tune,
     tune_cublaslt,
+    two_level_linear,
     weight_sums,
     woq_linear,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "sparse12_linear",
     "tune",
     "tune_cublaslt",
+    "two_level_linear",
     "weight_sums",
     "woq_linear",
 ]

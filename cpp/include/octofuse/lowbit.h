@@ -10,6 +10,13 @@
 //   sparse12: of every two columns one, its value of 7 bits times scale
 //   codebook: w = scale * levels[code], codes of 4 bits; levels and scale are of x's type.
 //   float8:   w = scale * code, codes of 8 bits in e4m3, none of them NaN (0x7F, 0xFF); |scale| < 256.
+//   two-level: w = scale * (group's scale * (code - group's zero)), codes of 4 bits; a row has one scale, and what it
+//             multiplies is an integer of 8 bits
+//
+// Where x is int8 and a weight is its row's scale times integers of 8 bits (two-level, and uniform codes of 2 and more
+// bits with a scale for each row and 2^(bits - 1) as their zero: has_integers()), sums are integers and exact: out has
+// the bits of the int8 linear (octofuse/gemm.h) with these integers as its weight, by every engine, for any number of
+// tokens.
 //
 // Up to 4 tokens (lowbit/gemv_int8.cu, lowbit/gemv_binary.cu): the 128 values of a token in a k-block share a power of
 // two, by which they become integers of 16 bits. Products of these run on int8 or binary tensor cores and are exact;
@@ -29,7 +36,7 @@
 
 namespace octofuse {
 
-enum class LowbitFormat : int8_t { kUniform, kPlanes, kSparse12, kCodebook, kFloat8 };
+enum class LowbitFormat : int8_t { kUniform, kPlanes, kSparse12, kCodebook, kFloat8, kTwoLevel };
 
 using Levels = std::array<float, 16>;
 
@@ -40,14 +47,16 @@ struct LowbitProblem {
   int64_t m = 0, n = 0, k = 0;
   int64_t group = 0;  // columns that share a scale, 0: all of a row
   bool has_zeros = false;
+  bool is_integer = false;         // has_integers()
   bool aligned = true;             // scale and zero start at multiples of 16 bytes
   const char* unserved = nullptr;  // why no CUDA kernel at all can take it, if that is known already
   const char* why_not_cpu = "needs tensors on the CPU";  // nullptr: the CPU engine takes it
 };
 
 // cpu: host memory (octofuse/cpu.h). gemv_binary: one token, codes of up to 3 bits or up to 4 planes. gemv_int8: up to
-// 4 tokens. gemm: more, compute capability 9.0. gemm_many: from about 128 on, likewise. dequantized: the weight is
-// written to memory in x's dtype for this call, and torch multiplies it.
+// 4 tokens. gemm: more, compute capability 9.0. gemm_many: from about 128 on, likewise; where sums are integers, by its
+// time. dequantized: the weight is written to memory in x's dtype for this call, and torch multiplies it; where sums
+// are integers, in int8, and the int8 linear does.
 enum class LowbitEngine : int8_t { kCpu, kGemvBinary, kGemvInt8, kGemm, kGemmMany, kDequantized };
 
 const char* name_of(LowbitEngine engine);
@@ -62,6 +71,10 @@ struct LowbitDecision {
   std::vector<std::pair<std::string, std::string>> declined;  // engine, reason
 };
 
+// Of products of integers: tokens and channels of the tile that an engine takes, and the blocks that divide K. Others:
+// 0.
+std::array<int, 3> integer_tile(const LowbitProblem& problem, LowbitEngine engine);
+
 // The same choice with a reason for every other engine.
 LowbitDecision explain_lowbit(const LowbitProblem& problem, const Capability& capability, std::string_view engine);
 
@@ -75,10 +88,11 @@ struct LowbitArgs {
   bool x_is_int8 = false;
   int64_t ldx = 0;
   const uint32_t* packed = nullptr;
-  const void* scale = nullptr;    // [groups, n]; planes: [groups, planes, n]
-  const uint8_t* zero = nullptr;  // [groups, n], uniform alone, or null
-  int twice_zero = 0;             // uniform without `zero`: that of all, twice, since the middle of 2^b codes is x.5
-  Levels levels{};                // codebook
+  const void* scale = nullptr;            // [groups, n]; planes: [groups, planes, n]; two-level: [n]
+  const uint8_t* zero = nullptr;          // [groups, n], uniform alone, or null
+  const uint16_t* group_scale = nullptr;  // two-level: [groups, n], the group's scale and 256 times its zero
+  int twice_zero = 0;  // uniform without `zero`: that of all, twice, since the middle of 2^b codes is x.5
+  Levels levels{};     // codebook
   // Of it x_scale, out_scale, bias, activation and residual are read; bias and residual are of `type`.
   EpilogueArgs epilogue;
   bool gated = false;                // no residual then
@@ -88,6 +102,13 @@ struct LowbitArgs {
 };
 
 LowbitProblem problem_of(const LowbitArgs& args);
+
+// Whether sums are integers (see above). Of other two-level weights kernels know nothing.
+constexpr bool has_integers(const LowbitArgs& args) {
+  const bool is_row = args.format == LowbitFormat::kUniform && args.bits > 1 && args.group == 0 && args.zero == nullptr;
+  const bool is_middle = args.twice_zero == 1 << args.bits;
+  return args.x_is_int8 && (args.format == LowbitFormat::kTwoLevel || (is_row && is_middle));
+}
 
 // Groups that the kernels can follow: 32, 64, 128 times a power of two, or 0.
 constexpr bool takes_group(int64_t group) {

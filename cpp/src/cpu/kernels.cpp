@@ -10,8 +10,8 @@
 
 namespace octofuse::cpu {
 
-const Kernels OCTOFUSE_CPU_TABLE = {OCTOFUSE_CPU_NAME, sizeof(Dot::X), Dot::kStep,      prepare_row,
-                                    gemm_block,        row_pass_rows,  dequantize_rows, permute_row,
-                                    lowbit_tile,       widen_row,      float8_block};
+const Kernels OCTOFUSE_CPU_TABLE = {OCTOFUSE_CPU_NAME, sizeof(Dot::X),   Dot::kStep,      prepare_row,
+                                    gemm_block,        row_pass_rows,    dequantize_rows, permute_row,
+                                    lowbit_tile,       integers_of_tile, widen_row,       float8_block};
 
 }  // namespace octofuse::cpu

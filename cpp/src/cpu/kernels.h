@@ -44,6 +44,8 @@ struct Kernels {
   void (*permute)(const void* x, DType type, int64_t k, float* permuted, int64_t ld);
   // Tokens [m0, m1) by the 16 channels of one row tile; x: permuted, row stride ldx.
   void (*lowbit)(const LowbitArgs& args, const float* x, int64_t ldx, int64_t m0, int64_t m1, int64_t tile);
+  // The weights of a row tile, where they are integers (has_integers()): [16][ld], whole k-blocks.
+  void (*integers)(const LowbitArgs& args, int64_t tile, int8_t* to, int64_t ld);
   // float8: a row, whose first element is x[first], as floats, [ld] with zeros behind.
   void (*widen)(const void* x, DType type, int64_t first, int64_t k, int64_t ld, float* to);
   // Tokens [m0, m1) by channels [n0, n1), with the whole epilogue; x: widened, row stride ldx.

@@ -165,6 +165,33 @@ inline void multiply_tokens(const Group& group, const Codes& codes, int first, i
   }
 }
 
+// A row tile of a weight that is integers (has_integers()), [16][ld]; ld: whole k-blocks. Behind the last column stand
+// what the packing's zeros stand for: no token has anything there.
+inline void integers_of_tile(const LowbitArgs& args, int64_t tile, int8_t* to, int64_t ld) {
+  const int64_t blocks = ld / kBlockK, words = words_of_tile(args.format, args.bits);
+  const bool two_levels = args.format == LowbitFormat::kTwoLevel;
+  const int64_t width = args.group == 0 ? args.k : args.group, last = (args.k - 1) / width;
+  alignas(64) Codes codes;
+  for (int64_t block = 0; block < blocks; ++block) {
+    unpack_tile(args.format, args.bits, args.packed + (tile * blocks + block) * words, codes);
+    for (int r = 0; r < kTileRows; ++r) {
+      const int64_t n = least(tile * kTileRows + r, args.n - 1);
+      for (int s = 0; s < kBlockK / 32; ++s) {
+        const int64_t k = block * kBlockK + s * 32;
+        uint32_t scale = 1, zero = static_cast<uint32_t>(args.twice_zero) / 2;
+        if (two_levels) {
+          const uint16_t pair = args.group_scale[least(k / width, last) * args.n + n];
+          scale = pair & 0xFF;
+          zero = pair >> 8;
+        }
+        const Bytes integers = (in_order(load_vector<Bytes>(codes[r] + s * 32)) - static_cast<uint8_t>(zero)) *
+                               static_cast<uint8_t>(scale);
+        std::memcpy(to + r * ld + k, &integers, sizeof(integers));
+      }
+    }
+  }
+}
+
 inline int64_t columns_of_group(const LowbitArgs& args) { return args.group == 0 ? args.k : args.group; }
 
 // segment(group, codes, k, first, columns): every part of a row tile whose weights share a group; its columns are

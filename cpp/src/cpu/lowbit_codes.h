@@ -39,6 +39,14 @@ inline void column_order(int* order) {
   }
 }
 
+typedef uint8_t Bytes __attribute__((vector_size(32)));
+
+// 32 of them in the order of their columns.
+inline Bytes in_order(Bytes codes) {
+  return OCTOFUSE_SHUFFLE(codes, codes, 0, 2, 8, 10, 16, 18, 24, 26, 1, 3, 9, 11, 17, 19, 25, 27, 4, 6, 12, 14, 20, 22,
+                          28, 30, 5, 7, 13, 15, 21, 23, 29, 31);
+}
+
 // A field of `kBits` bits of a tile's codes: what lanes 4 * g .. 4 * g + 3 have of it, and rows' bytes out of that.
 template <int kBits>
 struct Field;

@@ -129,9 +129,10 @@ void run_blocks(int64_t rows, int64_t block_rows, int64_t pieces, int threads, c
   });
 }
 
-// The product; quantise(kernel, first, last) first makes int8 of x's rows [first, last) where they are not.
-template <class Quantise>
-void multiply(const GemmArgs& args, double time, const Quantise& quantise) {
+// quantise(kernel, first, last) makes int8 of x's rows [first, last) where they are not, product(kernel, x, first,
+// last, n0, n1) multiplies them by these channels.
+template <class Quantise, class Product>
+void multiply(const GemmArgs& args, double time, const Quantise& quantise, const Product& product) {
   if (args.m == 0) return;
   const ReleaseScratch release;
   const Kernels& kernel = kernels();
@@ -150,9 +151,17 @@ void multiply(const GemmArgs& args, double time, const Quantise& quantise) {
   };
   const auto block = [&](int64_t first, int64_t last, int64_t piece) {
     const int64_t n = piece * kGemmChannels;
-    kernel.gemm(args, x, first, last, n, std::min(args.n, n + kGemmChannels));
+    product(kernel, x, first, last, n, std::min(args.n, n + kGemmChannels));
   };
   run_blocks(args.m, kGemmTokens, pieces_of(args.n, kGemmChannels), threads_for(time), prepare, block);
+}
+
+template <class Quantise>
+void multiply(const GemmArgs& args, double time, const Quantise& quantise) {
+  multiply(args, time, quantise,
+           [&](const Kernels& kernel, const PreparedX& x, int64_t first, int64_t last, int64_t n0, int64_t n1) {
+             kernel.gemm(args, x, first, last, n0, n1);
+           });
 }
 
 // The same of float8.
@@ -174,9 +183,53 @@ void multiply_float8(const GemmArgs& args, double time, const Quantise& quantise
   run_blocks(args.m, kGemmTokens, pieces_of(args.n, kGemmChannels), threads_for(4 * time), prepare, block);
 }
 
+// The linear of channels [n0, n0 + count) alone, whose weight is `w`.
+GemmArgs channels_of(GemmArgs args, int64_t n0, int64_t count, const int8_t* w) {
+  const auto from = [n0](const void* row, DType type) {
+    return row == nullptr ? nullptr : static_cast<const char*>(row) + n0 * static_cast<int64_t>(size_of(type));
+  };
+  args.n = count;
+  args.w = w;
+  args.out = static_cast<char*>(args.out) + n0 * static_cast<int64_t>(size_of(args.out_type));
+  args.epilogue.w_scale.data += n0;
+  args.epilogue.bias = from(args.epilogue.bias, args.epilogue.bias_type);
+  args.epilogue.residual = from(args.epilogue.residual, args.epilogue.residual_type);
+  return args;
+}
+
 double time_of(const GemmArgs& args) {
   const auto weights = static_cast<double>(args.n * args.k);
   return time_of(weights, weights * static_cast<double>(args.m));
+}
+
+// A weight of few bits that is integers, beside int8 tokens: a piece of it becomes int8 at a time, in a thread's own
+// memory, and the int8 product takes that.
+void integer_linear(const LowbitArgs& args) {
+  const int64_t ldw = rounded_up(args.k, kBlockK);
+  auto* w_scale = scratch(kScales).take<float>(args.n);
+  kernels().widen(args.scale, args.type, 0, args.n, args.n, w_scale);
+  GemmArgs gemm;
+  gemm.m = args.m;
+  gemm.n = args.n;
+  gemm.k = args.k;
+  gemm.x = static_cast<const int8_t*>(args.x);
+  gemm.ldx = args.ldx;
+  gemm.ldw = ldw;
+  gemm.out = args.out;
+  gemm.ldo = args.n;
+  gemm.out_type = args.out_type;
+  gemm.epilogue = args.epilogue;
+  gemm.epilogue.w_scale = {w_scale, 1, 1.0F};
+  const auto nothing = [](const Kernels&, int64_t, int64_t) {};
+  // To make a weight takes about as long as to read it.
+  multiply(gemm, 2 * time_of(gemm), nothing,
+           [&](const Kernels& kernel, const PreparedX& x, int64_t first, int64_t last, int64_t n0, int64_t n1) {
+             auto* w = scratch(kRow).take<int8_t>(kGemmChannels * ldw);
+             for (int64_t n = n0; n < n1; n += kTileRows) {
+               kernel.integers(args, n / kTileRows, w + (n - n0) * ldw, ldw);
+             }
+             kernel.gemm(channels_of(gemm, n0, n1 - n0, w), x, first, last, 0, n1 - n0);
+           });
 }
 
 }  // namespace
@@ -229,6 +282,7 @@ void dequantize(const DequantizeArgs& args) {
 }
 
 void lowbit_linear(const RowPassArgs& rows, const LowbitArgs& args) {
+  if (has_integers(args)) return integer_linear(args);
   const ReleaseScratch release;
   const Kernels& kernel = kernels();
   const int64_t m = args.m, ld = rounded_up(args.k, kBlockK);

@@ -73,6 +73,19 @@ __device__ inline void read_words(const char* tile, int lane, uint32_t (&words)[
   });
 }
 
+// The same, but a register's codes are those of four neighbouring columns, 4 * t to 4 * t + 3 of 16: what wgmma wants
+// beside tokens whose columns lie in their own order. Two lanes of the quad have them, two bytes each.
+template <int kWidth>
+__device__ inline void read_words_in_order(const char* tile, int lane, uint32_t (&words)[2 * kWidth]) {
+  uint32_t others[2 * kWidth];
+  const int first = (lane & ~3) + lane % 2 * 2;
+  read_words<kWidth>(tile, first, words);
+  read_words<kWidth>(tile, first + 1, others);
+  const uint32_t selector = lane % 4 < 2 ? 0x6420U : 0x7531U;
+#pragma unroll
+  for (int i = 0; i < 2 * kWidth; ++i) words[i] = __byte_perm(words[i], others[i], selector);
+}
+
 // Register r of a lane's 16: four codes, one in each byte. r is known at compile time.
 template <int kWidth>
 __device__ inline uint32_t codes_of(const uint32_t (&words)[2 * kWidth], int r) {
@@ -226,6 +239,11 @@ __device__ inline uint16_t half_bits(float value, DType type) {
   return type == DType::kFloat16 ? __half_as_ushort(__float2half_rn(value))
                                  : __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
+
+// Sums of slices: of numbers in floating point with a rounding each, which the compiler must not move.
+__device__ inline float add(float a, float b) { return __fadd_rn(a, b); }
+__device__ inline int32_t add(int32_t a, int32_t b) { return a + b; }
+__device__ inline uint32_t add(uint32_t a, uint32_t b) { return a + b; }
 
 // What a scale is multiplied by beside the token's power of two (see above).
 template <LowbitFormat kFormat>

@@ -1,6 +1,7 @@
 // Low-bit weights to fp16 or bf16 in memory, for products of many tokens: a warp a tile, 8 columns of a channel at
 // once.
 #include "device/launch.h"
+#include "lowbit/integers.cuh"
 #include "lowbit/stage.cuh"
 #include "octofuse/device.h"
 #include "octofuse/lowbit.h"
@@ -14,9 +15,10 @@ constexpr int kWarps = 8;
 struct DequantizeArgs {
   Weight w;
   int k;
-  uint16_t* out;        // [n, k]
-  bool wide;            // 8 columns can be stored at once
-  uint16_t levels[16];  // of a codebook, in the weight's type
+  uint16_t* out;              // [n, k]
+  bool wide;                  // 8 columns can be stored at once
+  uint16_t levels[16];        // of a codebook, in the weight's type
+  const uint16_t* row_scale;  // two-level: [n]
 };
 
 // Code `column` of the 8 that this lane has of channel lane / 4 + 8 * row, as a number that scales multiply.
@@ -54,14 +56,19 @@ __device__ void values_of_step(const DequantizeArgs& args, const char* tile, int
     for (int row = 0; row < 2; ++row) {
       const int n = min(row_tile * kTileRows + lane / 4 + row * 8, w.n - 1);
       const int64_t at = static_cast<int64_t>(group) * w.n + n;
-      const float scale = half_of(w.scale[(static_cast<int64_t>(group) * planes + plane) * w.n + n], w.type);
-      const float zero = 0.5F * static_cast<float>(w.has_zeros != 0 ? 2 * w.zero[at]
-                                                   : Code::kPlanes  ? 1
-                                                                    : w.twice_zero);
+      const uint16_t stored = w.scale[(static_cast<int64_t>(group) * planes + plane) * w.n + n];
+      float scale = half_of(stored, w.type);
+      float zero = 0.5F * static_cast<float>(w.has_zeros != 0 ? 2 * w.zero[at] : Code::kPlanes ? 1 : w.twice_zero);
+      float factor = Code::kPlanes ? 2.0F : 1.0F;
+      if constexpr (kFormat == LowbitFormat::kTwoLevel) {
+        scale = half_of(args.row_scale[n], w.type);
+        zero = static_cast<float>(zero_of_pair(stored));
+        factor = static_cast<float>(scale_of_pair(stored));
+      }
 #pragma unroll
       for (int column = 0; column < 8; ++column) {
         const float value = unscaled<kFormat>(a, row, column, zero, level);
-        values[row][column] = __fadd_rn(values[row][column], __fmul_rn(Code::kPlanes ? 2.0F * value : value, scale));
+        values[row][column] = __fadd_rn(values[row][column], __fmul_rn(factor * value, scale));
       }
     }
   }
@@ -137,8 +144,10 @@ void launch(const DequantizeArgs& args, cudaStream_t stream) {
 void lowbit_dequantize(const LowbitArgs& given, void* w, int device, Stream stream) {
   const DeviceGuard guard(device);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  lowbit::DequantizeArgs args{lowbit::Weight(given), given.k, static_cast<uint16_t*>(w), given.k % 8 == 0, {}};
+  lowbit::DequantizeArgs args{lowbit::Weight(given), given.k, static_cast<uint16_t*>(w),
+                              given.k % 8 == 0,      {},      static_cast<const uint16_t*>(given.scale)};
   for (size_t i = 0; i < given.levels.size(); ++i) args.levels[i] = lowbit::level_bits(given.levels[i], given.type);
+  if (given.format == LowbitFormat::kTwoLevel) return lowbit::launch<LowbitFormat::kTwoLevel, 4>(args, cuda_stream);
   lowbit::with_format(given, [&](auto format) {
     using Format = decltype(format);
     lowbit::launch<Format::kFormat, Format::kBits>(args, cuda_stream);

@@ -1,5 +1,5 @@
 // What follows the sums of a low-bit product: the formula of epilogue/formula.cuh, with the sum in the place of
-// float(acc) * w_scale.
+// float(acc) * w_scale; where sums are integers, the formula itself.
 #pragma once
 
 #include "device/ptx.cuh"
@@ -12,13 +12,15 @@ namespace octofuse::lowbit {
 // so that nothing waits for it before.
 template <int kCount>
 struct Addends {
-  uint16_t bias[kCount] = {}, residual[kCount] = {};
+  uint16_t w_scale[kCount] = {}, bias[kCount] = {}, residual[kCount] = {};
   float x_scale = 1.0F;
   float out_scale = 1.0F;
 };
 
 struct Epilogue {
   ScaleView x_scale, out_scale;
+  const uint16_t* w_scale;  // of each channel, beside sums that are integers; else null
+  float w_unit = 1.0F;      // times this power of two
   const uint16_t* bias;
   Activation activation;
   const uint16_t* residual;
@@ -33,14 +35,15 @@ struct Epilogue {
   explicit Epilogue(const LowbitArgs& args)
       : x_scale(args.epilogue.x_scale),
         out_scale(args.epilogue.out_scale),
+        w_scale(has_integers(args) ? static_cast<const uint16_t*>(args.scale) : nullptr),
         bias(static_cast<const uint16_t*>(args.epilogue.bias)),
         activation(args.epilogue.activation),
         residual(static_cast<const uint16_t*>(args.epilogue.residual)),
         residual_ld(args.epilogue.residual_ld),
         out(args.out),
         ldo(args.gated ? args.n / 2 : args.n),
-        whole_quads(args.n % 4 == 0 && residual_ld % 4 == 0 && is_aligned(out, 8) && is_aligned(bias, 8) &&
-                    is_aligned(residual, 8)),
+        whole_quads(args.n % 4 == 0 && residual_ld % 4 == 0 && is_aligned(out, 8) && is_aligned(w_scale, 8) &&
+                    is_aligned(bias, 8) && is_aligned(residual, 8)),
         to_int8(args.out_type == DType::kInt8),
         gated(args.gated),
         type(args.type) {}
@@ -51,15 +54,33 @@ struct Epilogue {
     Addends<kCount> addends;
     addends.x_scale = scale_at(x_scale, token);
     if (to_int8) addends.out_scale = scale_at(out_scale, 0);
+    if (w_scale != nullptr) load_row(w_scale + n, n, addends.w_scale);
     if (bias != nullptr) load_row(bias + n, n, addends.bias);
     if (residual != nullptr) load_row(residual + token * residual_ld + n, n, addends.residual);
     return addends;
   }
 
-  // Gated: all lanes of the warp are here with one sum each, a gate's or, 16 lanes on, its value's, and each step is
-  // rounded to `type`, as in row_pass().
+  // float(sum) times this is the formula's float(acc) * w_scale, as powers of two do not change what is rounded.
+  __device__ float scaled(uint16_t of_channel) const { return half_of(of_channel, type) * w_unit; }
+
+  template <int kCount>
+  __device__ void store(const int32_t (&sums)[kCount], const Addends<kCount>& addends, int token, int n) const {
+    float t[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) t[i] = __fmul_rn(static_cast<float>(sums[i]), scaled(addends.w_scale[i]));
+    store_as<true>(t, addends, token, n);
+  }
+
   template <int kCount>
   __device__ void store(const float (&sums)[kCount], const Addends<kCount>& addends, int token, int n) const {
+    store_as<false>(sums, addends, token, n);
+  }
+
+ private:
+  // Gated: all lanes of the warp are here with one sum each, a gate's or, 16 lanes on, its value's, and each step is
+  // rounded to `type`, as in row_pass(). kIntegers: where the output is int8 the activation is that of the int8 linear.
+  template <bool kIntegers, int kCount>
+  __device__ void store_as(const float (&sums)[kCount], const Addends<kCount>& addends, int token, int n) const {
     float t[kCount];
     float of_bias[kCount];
     float of_residual[kCount];
@@ -79,7 +100,11 @@ struct Epilogue {
 #pragma unroll 1
       for (int turn = 0; turn < (activation == Activation::kNone ? 0 : kCount); ++turn) {  // its code is long
         float first[1] = {values[0]};
-        activate_by<__half, false>(activation, first);
+        if (kIntegers && to_int8 && !gated) {
+          activate_by<int8_t, false>(activation, first);
+        } else {
+          activate_by<__half, false>(activation, first);
+        }
 #pragma unroll
         for (int i = 1; i < kCount; ++i) values[i - 1] = values[i];
         values[kCount - 1] = first[0];
@@ -100,7 +125,6 @@ struct Epilogue {
     store_row(static_cast<uint16_t*>(out) + token * ldo + n, n, bits);
   }
 
- private:
   template <class T>
   struct alignas(4 * sizeof(T)) Four {
     T values[4];

@@ -2,25 +2,27 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "device/launch.h"
 #include "device/tensor_map.h"
 #include "device/wgmma.cuh"
 #include "lowbit/epilogue.cuh"
+#include "lowbit/integers.cuh"
 #include "lowbit/stage.cuh"
 #include "lowbit/weights.cuh"
 
 namespace octofuse::lowbit {
 
 constexpr int kMostStages = 16;
-constexpr int kHalves = 2;              // of a k-block: 64 columns, a row of TMA's widest swizzle
+constexpr int kTokenRun = 128;  // bytes of a token that are copied and multiplied at a time: TMA's widest swizzle
 constexpr int kMostShared = 227 << 10;  // bytes of a block
 constexpr int kBarrierBytes = 1024;     // a multiple of the swizzle's unit
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
-// A stage of the ring holds a k-block: both halves of the tokens, codes, scales [group, plane][channel], zeros
+// A stage of the ring holds a k-block: the runs of the tokens, codes, scales [group, plane][channel], zeros
 // [group][channel]. Offsets in bytes.
 struct StageLayout {
   int tile;                  // bytes of a row tile's codes
@@ -38,21 +40,26 @@ struct GemmArgs {
   int tokens_read;                  // rows of x's box
   uint32_t base;                    // Dequantizer's
   int twice_zero;                   // where there are no zero points: 0 with them
+  bool has_scales;                  // of groups: beside integers uniform codes have none
   bool has_zeros, constant_weight, chained;
   StageLayout layout;
   uint16_t levels[16];  // of a codebook, in x's type
   CUtensorMap codes, scales, zeros, x;
 };
 
-// Floats from token to token of a block's sums in shared memory.
+// From token to token of a block's sums in shared memory.
 constexpr int pitch_of(int channels) { return channels + 4; }
 
-// A kernel at compile time. A block's consumer warpgroups form groups of as many as its channels need; the groups share
-// K. Sums of 128 tokens take the registers of twice the threads: a group then has two K slices, one after the other.
+// A kernel at compile time. kType: of the tokens as they are multiplied; sums of int8 are integers. A block's consumer
+// warpgroups form groups of as many as its channels need; the groups share K. Sums of 128 tokens take the registers of
+// twice the threads: a group then has two K slices, one after the other.
 template <LowbitFormat kFormat_, int kBits, DType kType_, int kTokens_, int kChannels_>
 struct GemmTraits {
   static constexpr LowbitFormat kFormat = kFormat_;
   static constexpr DType kType = kType_;
+  static constexpr bool kIntegers = kType == DType::kInt8;
+  using Sum = std::conditional_t<kIntegers, uint32_t, float>;  // uint32_t: CuTe takes int32 so
+  static constexpr int kRuns = kIntegers ? 1 : 2;              // of a token's k-block
   static constexpr int kTokens = kTokens_;
   static constexpr int kChannels = kChannels_;
   static constexpr int kRowTiles = kChannels / kTileRows;
@@ -64,9 +71,9 @@ struct GemmTraits {
   static constexpr int kGroupThreads = 2 * kChannels;
   static constexpr int kGroups = kConsumers / kGroupThreads;
   static constexpr int kSlicesOfGroup = kSlices / kGroups;
-  static constexpr int kTokenBytes = kTokens * kBlockK;  // of half a k-block
+  static constexpr int kTokenBytes = kTokens * kTokenRun;  // of a run
   static constexpr int kPitch = pitch_of(kChannels);
-  static constexpr int kOutputs = kTokens * kPitch;                           // floats of a group's sums
+  static constexpr int kOutputs = kTokens * kPitch;                           // a group's sums
   static constexpr int kTableBytes = Code::kCodebook ? kLevelTableBytes : 0;  // in front of the rings
 };
 
@@ -95,24 +102,25 @@ struct GemmKernel {
   const void* function;
   DeviceFlags* raised;
   int tokens, channels, threads, groups, slices;
+  int token_size;  // bytes of a token's element
   int code_bytes;  // of a row tile and plane
   int table_bytes;
-  uint32_t base;  // Dequantizer's
+  uint32_t base;           // Dequantizer's
+  int exchange_bytes = 0;  // of sums, between blocks that divide K
 };
+
+template <class Traits>
+constexpr uint32_t base_of() {
+  if constexpr (Traits::kIntegers) return 0;
+  if constexpr (!Traits::kIntegers) return Dequantizer<typename Traits::Code, Traits::kType>::kBase;
+}
 
 // function: what Traits make of one of the kernels.
 template <class Traits>
 GemmKernel kernel_of(const void* function, DeviceFlags* raised) {
-  return {function,
-          raised,
-          Traits::kTokens,
-          Traits::kChannels,
-          Traits::kThreads,
-          Traits::kGroups,
-          Traits::kSlices,
-          Traits::Code::kBytes,
-          Traits::kTableBytes,
-          Dequantizer<typename Traits::Code, Traits::kType>::kBase};
+  return {function,         raised,          Traits::kTokens,           Traits::kChannels,    Traits::kThreads,
+          Traits::kGroups,  Traits::kSlices, Traits::kIntegers ? 1 : 2, Traits::Code::kBytes, Traits::kTableBytes,
+          base_of<Traits>()};
 }
 
 // Without the number of stages. tokens: bytes of them in a stage.
@@ -122,7 +130,7 @@ inline StageLayout layout_of(const GemmArgs& args, const GemmKernel& kernel, int
   layout.tile = kernel.code_bytes * args.planes;
   layout.codes = tokens;
   layout.scales = layout.codes + kernel.channels / kTileRows * layout.tile;
-  layout.zeros = layout.scales + args.planes * scales * 2;
+  layout.zeros = layout.scales + (args.has_scales ? args.planes * scales * 2 : 0);
   const int end = layout.zeros + (args.has_zeros ? scales : 0);
   layout.stage = static_cast<int>(round_up(end, 1024));  // the swizzle's unit
   return layout;
@@ -130,7 +138,8 @@ inline StageLayout layout_of(const GemmArgs& args, const GemmKernel& kernel, int
 
 inline void describe_operands(const LowbitArgs& given, const Weight& w, const GemmKernel& kernel, GemmArgs& args) {
   const StageLayout& layout = args.layout;
-  args.x = tensor_map({given.x, given.m, given.k, given.ldx * 2, 2, args.tokens_read, kBlockK / kHalves, true});
+  const int size = kernel.token_size;
+  args.x = tensor_map({given.x, given.m, given.k, given.ldx * size, size, args.tokens_read, kTokenRun / size, true});
   const int64_t row_tiles = ceil_div(given.n, kTileRows);
   const int64_t row_tile = int64_t{w.k_blocks} * layout.tile;  // bytes
   args.codes =
@@ -140,7 +149,7 @@ inline void describe_operands(const LowbitArgs& given, const Weight& w, const Ge
     return tensor_map({data, rows, given.n, pitch, bytes, box_rows, kernel.channels, false});
   };
   const int64_t groups = w.last + 1;
-  args.scales = of_groups(w.scale, groups * w.planes, 2, w.groups.segments * w.planes);
+  if (args.has_scales) args.scales = of_groups(w.scale, groups * w.planes, 2, w.groups.segments * w.planes);
   if (args.has_zeros) args.zeros = of_groups(w.zero, groups, 1, w.groups.segments);
 }
 
@@ -156,6 +165,8 @@ inline GemmArgs gemm_args_of(const LowbitArgs& given, const Weight& w, const Gem
   args.longer_slices = w.k_blocks % slices;
   args.tokens_read = tokens_read;
   args.base = kernel.base;
+  if (has_integers(given)) args.epilogue.w_unit = std::ldexp(1.0F, -log_unit_of(given.format, given.bits));
+  args.has_scales = !has_integers(given) || given.format == LowbitFormat::kTwoLevel;
   args.has_zeros = w.has_zeros != 0;
   args.twice_zero = w.twice_zero;
   args.constant_weight = given.constant_weight;

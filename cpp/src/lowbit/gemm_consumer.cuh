@@ -3,10 +3,11 @@
 #pragma once
 
 #include "lowbit/gemm_args.cuh"
+#include "lowbit/integers.cuh"
 
 namespace octofuse::lowbit {
 
-constexpr int kProducts = kSteps;  // of 16 columns, in half a k-block
+constexpr int kProducts = kSteps;  // of 16 columns, of int8 of 32: those of a run
 
 // A number that the compiler takes to be each thread's own: one that it knows to be the same for all goes into a
 // uniform register, from which every LOP3 with a literal has to move it first.
@@ -18,25 +19,28 @@ __device__ inline uint32_t own_copy(uint32_t value) {
 
 // ---- products ----
 
-// d[64, kTokens] += a[64, 16] * b[kTokens, 16]^T
+// d[64, kTokens] += a[64, 16] * b[kTokens, 16]^T, of int8 with 32 columns
 template <DType kType, int kTokens>
 struct Multiply;
 
-#define OCTOFUSE_MULTIPLY_AS(TYPE, NAME, N)                                                                    \
-  template <>                                                                                                  \
-  struct Multiply<TYPE, N> {                                                                                   \
-    template <size_t... i>                                                                                     \
-    __device__ static void call(const uint32_t* a, uint64_t b, float (&d)[N / 2], std::index_sequence<i...>) { \
-      using namespace cute::SM90::GMMA;                                                                        \
-      MMA_64x##N##x16_F32##NAME##NAME##_RS<Major::K, Major::K>::fma(a[0], a[1], a[2], a[3], b, d[i]...);       \
-    }                                                                                                          \
-    __device__ static void run(const uint32_t* a, uint64_t b, float (&d)[N / 2]) {                             \
-      call(a, b, d, std::make_index_sequence<N / 2>());                                                        \
-    }                                                                                                          \
+// INSTRUCTION: CuTe's, a template in `...`.
+#define OCTOFUSE_MULTIPLY_AS(TYPE, SUM, N, INSTRUCTION, ...)                                                 \
+  template <>                                                                                                \
+  struct Multiply<TYPE, N> {                                                                                 \
+    template <size_t... i>                                                                                   \
+    __device__ static void call(const uint32_t* a, uint64_t b, SUM (&d)[N / 2], std::index_sequence<i...>) { \
+      using cute::SM90::GMMA::Major;                                                                         \
+      cute::SM90::GMMA::INSTRUCTION __VA_ARGS__::fma(a[0], a[1], a[2], a[3], b, d[i]...);                    \
+    }                                                                                                        \
+    __device__ static void run(const uint32_t* a, uint64_t b, SUM (&d)[N / 2]) {                             \
+      call(a, b, d, std::make_index_sequence<N / 2>());                                                      \
+    }                                                                                                        \
   }
-#define OCTOFUSE_MULTIPLY(N)                     \
-  OCTOFUSE_MULTIPLY_AS(DType::kFloat16, F16, N); \
-  OCTOFUSE_MULTIPLY_AS(DType::kBFloat16, BF16, N)
+#define OCTOFUSE_MULTIPLY(N)                                                                              \
+  OCTOFUSE_MULTIPLY_AS(DType::kFloat16, float, N, MMA_64x##N##x16_F32F16F16_RS, <Major::K, Major::K>);    \
+  OCTOFUSE_MULTIPLY_AS(DType::kBFloat16, float, N, MMA_64x##N##x16_F32BF16BF16_RS, <Major::K, Major::K>); \
+  OCTOFUSE_MULTIPLY_AS(DType::kInt8, uint32_t, N, MMA_64x##N##x32_S32S8S8_RS_TN)
+OCTOFUSE_MULTIPLY_AS(DType::kInt8, uint32_t, 16, MMA_64x16x32_S32S8S8_RS_TN);
 OCTOFUSE_MULTIPLY(32);
 OCTOFUSE_MULTIPLY(64);
 OCTOFUSE_MULTIPLY(128);
@@ -45,42 +49,47 @@ OCTOFUSE_MULTIPLY(256);
 #undef OCTOFUSE_MULTIPLY
 #undef OCTOFUSE_MULTIPLY_AS
 
-// Makes the first operand of a warp's 16 channels: half a k-block at a time, which is 4 products of 16 columns.
+// Where a warp's part of a stage lies: its row tile's codes, and this lane's channels.
 template <class Traits>
-class Operand {
+struct OperandPlace {
+  int lane, codes, scales, zeros;
+
+  __device__ explicit OperandPlace(const StageLayout& layout) : lane(static_cast<int>(threadIdx.x) % 32) {
+    const int row_tile = static_cast<int>(threadIdx.x) % Traits::kGroupThreads / 32;
+    const int channel = row_tile * kTileRows + lane / 4;
+    codes = layout.codes + row_tile * layout.tile;
+    scales = layout.scales + channel * 2;
+    zeros = layout.zeros + channel;
+  }
+};
+
+// Makes the first operand of a warp's 16 channels: a run at a time, which is 4 products.
+template <class Traits>
+class FloatOperand {
   using Code = typename Traits::Code;
   const GemmArgs& args_;
-  int lane_;
-  int codes_, scales_, zeros_;  // offsets in a stage: of the warp's row tile, and of this lane's channels
+  const OperandPlace<Traits> at_;
   uint32_t words_[Code::kPlanes ? 1 : Code::kWords];
   Dequantizer<Code, Traits::kType> dequantizer_;
 
  public:
   // table: a codebook's, in shared memory.
-  __device__ Operand(const GemmArgs& args, const char* table)
-      : args_(args),
-        lane_(static_cast<int>(threadIdx.x) % 32),
-        dequantizer_(own_copy(args.base), args.twice_zero, table) {
-    const int row_tile = static_cast<int>(threadIdx.x) % Traits::kGroupThreads / 32;
-    const int channel = row_tile * kTileRows + lane_ / 4;
-    codes_ = args.layout.codes + row_tile * args.layout.tile;
-    scales_ = args.layout.scales + channel * 2;
-    zeros_ = args.layout.zeros + channel;
-  }
+  __device__ FloatOperand(const GemmArgs& args, const char* table)
+      : args_(args), at_(args.layout), dequantizer_(own_copy(args.base), args.twice_zero, table) {}
 
   __device__ void start(const char* stage) {
-    if constexpr (!Code::kPlanes) read_words<Code::kWidth>(stage + codes_, lane_, words_);
+    if constexpr (!Code::kPlanes) read_words<Code::kWidth>(stage + at_.codes, at_.lane, words_);
   }
 
-  __device__ void make(const char* stage, int half, uint32_t (&a)[4 * kProducts]) {
+  __device__ void make(const char* stage, int run, uint32_t (&a)[4 * kProducts]) {
     if constexpr (Code::kPlanes) {
-      make_planes<true>(stage, half, args_.planes - 1, a);
+      make_planes<true>(stage, run, args_.planes - 1, a);
 #pragma unroll 1
-      for (int plane = args_.planes - 2; plane >= 0; --plane) make_planes<false>(stage, half, plane, a);
+      for (int plane = args_.planes - 2; plane >= 0; --plane) make_planes<false>(stage, run, plane, a);
     } else {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int step = half * 2 + i;
+        const int step = run * 2 + i;
         if (step == 0 || args_.groups.segments > 1) set_scales(stage, step);
         if constexpr (decltype(dequantizer_)::kNibbles) {
 #pragma unroll
@@ -106,7 +115,7 @@ class Operand {
 
   // Of channel lane / 4 (0) or lane / 4 + 8 (1).
   __device__ uint16_t scale(const char* stage, int group, int plane, int channel) const {
-    const char* const first = stage + scales_ + (group * args_.planes + plane) * Traits::kChannels * 2;
+    const char* const first = stage + at_.scales + (group * args_.planes + plane) * Traits::kChannels * 2;
     return *reinterpret_cast<const uint16_t*>(first + channel * 16);
   }
 
@@ -116,34 +125,72 @@ class Operand {
     for (int i = 0; i < 2; ++i) {
       dequantizer_.set_scale(i, scale(stage, group, 0, i));
       if (args_.has_zeros)
-        dequantizer_.set_zero(i, static_cast<uint8_t>(stage[zeros_ + group * Traits::kChannels + i * 8]));
+        dequantizer_.set_zero(i, static_cast<uint8_t>(stage[at_.zeros + group * Traits::kChannels + i * 8]));
     }
   }
 
   template <bool kFirst>
-  __device__ void make_planes(const char* stage, int half, int plane, uint32_t (&a)[4 * kProducts]) const {
-    const char* const tile = stage + codes_ + plane * Code::kBytes;
-    const uint2 words = *reinterpret_cast<const uint2*>(tile + lane_ * 8);
+  __device__ void make_planes(const char* stage, int run, int plane, uint32_t (&a)[4 * kProducts]) const {
+    const char* const tile = stage + at_.codes + plane * Code::kBytes;
+    const uint2 words = *reinterpret_cast<const uint2*>(tile + at_.lane * 8);
     uint32_t minus_alpha[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (i == 0 || args_.groups.segments > 1) {
-        const int group = group_of(half * 2 + i);
+        const int group = group_of(run * 2 + i);
 #pragma unroll
         for (int j = 0; j < 2; ++j) minus_alpha[j] = twice(scale(stage, group, plane, j)) ^ 0x80008000U;
       }
-      add_plane<Traits::kType, kFirst>(words, half * 2 + i, minus_alpha, a + i * 8);
+      add_plane<Traits::kType, kFirst>(words, run * 2 + i, minus_alpha, a + i * 8);
     }
   }
 };
 
-// Starts the products of half a k-block, which add to `sums`. tokens: the low half of the descriptor of the k-block's.
+// The same of integers: a k-block has one run.
 template <class Traits>
-__device__ void multiply(uint32_t tokens, int half, uint32_t (&a)[4 * kProducts], float (&sums)[Traits::kSums]) {
+class IntegerOperand {
+  using Code = typename Traits::Code;
+  const int segments_;
+  const OperandPlace<Traits> at_;
+  uint32_t words_[Code::kWords];
+  IntegerMaker<Code> maker_;
+
+ public:
+  __device__ IntegerOperand(const GemmArgs& args, const char* /*table*/)
+      : segments_(args.groups.segments), at_(args.layout) {}
+
+  __device__ void start(const char* stage) { read_words_in_order<Code::kWidth>(stage + at_.codes, at_.lane, words_); }
+
+  __device__ void make(const char* stage, int /*run*/, uint32_t (&a)[4 * kProducts]) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if constexpr (Traits::kFormat == LowbitFormat::kTwoLevel) {
+        if (step == 0 || segments_ > 1) set_groups(stage, step * segments_ / kSteps);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[step * 4 + i] = maker_.integers(words_, step * 4 + i);
+    }
+  }
+
+ private:
+  __device__ void set_groups(const char* stage, int group) {
+    const char* const first = stage + at_.scales + group * Traits::kChannels * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) maker_.set_group(i, *reinterpret_cast<const uint16_t*>(first + i * 16));
+  }
+};
+
+template <class Traits>
+using Operand = std::conditional_t<Traits::kIntegers, IntegerOperand<Traits>, FloatOperand<Traits>>;
+
+// Starts the products of a run, which add to `sums`. tokens: the low half of the descriptor of the k-block's.
+template <class Traits>
+__device__ void multiply(uint32_t tokens, int run, uint32_t (&a)[4 * kProducts],
+                         typename Traits::Sum (&sums)[Traits::kSums]) {
 #pragma unroll
   for (uint32_t& pair : a) cute::warpgroup_fence_operand(pair);  // all are there before the first product
   cute::warpgroup_arrive();
-  tokens += half * (Traits::kTokenBytes / 16);
+  tokens += run * (Traits::kTokenBytes / 16);
 #pragma unroll
   for (int i = 0; i < kProducts; ++i) {
     Multiply<Traits::kType, Traits::kTokens>::run(a + 4 * i, wgmma::descriptor_of(tokens + 2 * i), sums);
@@ -151,45 +198,68 @@ __device__ void multiply(uint32_t tokens, int half, uint32_t (&a)[4 * kProducts]
   cute::warpgroup_commit_batch();
 }
 
-// The sums over `k_blocks` k-blocks. While the tensor cores multiply one half of a k-block the warp dequantises the
-// next: ptxas lets these overlap in this form of the loop alone, where the operand for the next turn is made at the end
-// of this one and nothing else touches the sums (C7513 to C7515 otherwise).
+// The sums over `k_blocks` k-blocks. While the tensor cores multiply one run the warp makes the operand of the next:
+// ptxas lets these overlap in this form of the loop alone, where the operand for the next turn is made at the end of
+// this one and nothing else touches the sums (C7513 to C7515 otherwise). A turn has two runs: a k-block's or, of
+// integers, those of two k-blocks.
 template <class Traits>
 __device__ void multiply_blocks(const GemmArgs& args, int k_blocks, const char* ring, Barriers& barriers,
-                                RingPosition& at, float (&sums)[Traits::kSums]) {
+                                RingPosition& at, typename Traits::Sum (&sums)[Traits::kSums]) {
   Operand<Traits> operand(args, ring - Traits::kTableBytes);
-  uint32_t a[kHalves][4 * kProducts];
+  uint32_t a[2][4 * kProducts];
 #pragma unroll
-  for (float& sum : sums) sum = 0.0F;
+  for (auto& sum : sums) sum = 0;
   if (k_blocks == 0) return;
 #pragma unroll
-  for (float& sum : sums) cute::warpgroup_fence_operand(sum);
-  const char* stage = ring + at.slot * args.layout.stage;
-  barriers.full[at.slot].wait(at.phase);
-  operand.start(stage);
+  for (auto& sum : sums) cute::warpgroup_fence_operand(sum);
+  const char* stage = nullptr;
+  const auto next_stage = [&] {
+    stage = ring + at.slot * args.layout.stage;
+    barriers.full[at.slot].wait(at.phase);
+    operand.start(stage);
+  };
+  const auto tokens = [&] {
+    return wgmma::low_descriptor(ring) + at.slot * (static_cast<uint32_t>(args.layout.stage) / 16);
+  };
+  next_stage();
   operand.make(stage, 0, a[0]);
   int last = -1;  // the slot before this one
 #pragma unroll 1
   while (true) {
-    const uint32_t tokens = wgmma::low_descriptor(ring) + at.slot * (static_cast<uint32_t>(args.layout.stage) / 16);
-    multiply<Traits>(tokens, 0, a[0], sums);
-    cute::warpgroup_wait<1>();  // the k-block before this one is done
-    if (last >= 0) barriers.empty[last].arrive();
-    operand.make(stage, 1, a[1]);
-    multiply<Traits>(tokens, 1, a[1], sums);
-    last = at.slot;
-    at.next();
-    if (--k_blocks == 0) break;
-    stage = ring + at.slot * args.layout.stage;
-    barriers.full[at.slot].wait(at.phase);
-    operand.start(stage);
-    cute::warpgroup_wait<1>();
+    if constexpr (Traits::kIntegers) {
+      multiply<Traits>(tokens(), 0, a[0], sums);
+      cute::warpgroup_wait<1>();  // the k-block before this one is done
+      if (last >= 0) barriers.empty[last].arrive();
+      last = at.slot;
+      at.next();
+      if (--k_blocks == 0) break;
+      next_stage();
+      operand.make(stage, 0, a[1]);
+      multiply<Traits>(tokens(), 0, a[1], sums);
+      cute::warpgroup_wait<1>();
+      barriers.empty[last].arrive();
+      last = at.slot;
+      at.next();
+      if (--k_blocks == 0) break;
+      next_stage();
+    } else {
+      multiply<Traits>(tokens(), 0, a[0], sums);
+      cute::warpgroup_wait<1>();  // the k-block before this one is done
+      if (last >= 0) barriers.empty[last].arrive();
+      operand.make(stage, 1, a[1]);
+      multiply<Traits>(tokens(), 1, a[1], sums);
+      last = at.slot;
+      at.next();
+      if (--k_blocks == 0) break;
+      next_stage();
+      cute::warpgroup_wait<1>();
+    }
     operand.make(stage, 0, a[0]);
   }
   cute::warpgroup_wait<0>();
-  if constexpr (Traits::kSlicesOfGroup > 1) barriers.empty[last].arrive();
+  if constexpr (Traits::kSlicesOfGroup > 1) barriers.empty[last].arrive();  // the next slice fills it again
 #pragma unroll
-  for (float& sum : sums) cute::warpgroup_fence_operand(sum);
+  for (auto& sum : sums) cute::warpgroup_fence_operand(sum);
 }
 
 }  // namespace octofuse::lowbit

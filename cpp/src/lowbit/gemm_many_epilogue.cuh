@@ -11,73 +11,119 @@
 
 namespace octofuse::lowbit {
 
-constexpr int kPart = 32;                          // tokens
-constexpr int kSumsOfPart = kPart / 2;             // of a thread
-constexpr int kManyStagingBytes = kPart * 64 * 4;  // a warpgroup's: two parts in 16 bits, or the sums of one
+constexpr int kPart = 32;                      // tokens
+constexpr int kSumsOfPart = kPart / 2;         // of a thread
+constexpr int kStagingBytes = kPart * 64 * 4;  // a warpgroup's: two parts in 16 bits, or the sums of one
+constexpr int kMostTokens = 256;               // of a tile
+constexpr int kManyStagingBytes = kStagingBytes + 2 * kMostTokens * 4;  // and behind it two tiles' token scales
 
 // Drops the sums of the first part: registers have no addresses.
-template <int kSums>
-__device__ inline void drop_part(float (&sums)[kSums]) {
+template <class Sum, int kSums>
+__device__ inline void drop_part(Sum (&sums)[kSums]) {
 #pragma unroll
   for (int i = 0; i + kSumsOfPart < kSums; ++i) sums[i] = sums[i + kSumsOfPart];
 }
+
+// The first of a thread's two channels in those of its warpgroup; the other is 8 further.
+__device__ inline int first_channel(int thread) { return thread / 32 * kTileRows + thread % 32 / 4; }
+
+// What both of them have in a row of [n], read before there are sums.
+class ChannelPair {
+  uint32_t bits_ = 0;
+
+ public:
+  // row: null for none. n: the warpgroup's first channel.
+  __device__ ChannelPair(const uint16_t* row, const GemmArgs& args, int n) {
+    if (row == nullptr) return;
+    const int channel = n + first_channel(static_cast<int>(threadIdx.x) % 128);
+    bits_ = row[min(channel, args.n - 1)] | static_cast<uint32_t>(row[min(channel + 8, args.n - 1)]) << 16;
+  }
+  // Of sum i.
+  __device__ uint16_t of(int i) const { return static_cast<uint16_t>(bits_ >> (i / 2 % 2 * 16)); }
+};
+
+// The scales of a tile's tokens, read before there are sums: each would be a new line of memory to wait for at the end.
+// A thread has those of two neighbouring tokens.
+class TokenScales {
+  float2 scales_{};
+
+ public:
+  __device__ TokenScales(const ManyArgs& args, int token) {
+    const ScaleView& scales = args.epilogue.x_scale;
+    if (scales.data == nullptr) return;
+    const int first = token + static_cast<int>(threadIdx.x) % 128 * 2;
+    scales_ = make_float2(scale_at(scales, min(first, args.m - 1)), scale_at(scales, min(first + 1, args.m - 1)));
+  }
+  // For the whole warpgroup. Two buffers in turn: all have read one before any of them writes it again.
+  __device__ const float* spread(char* staging, int turn, int warpgroup) const {
+    auto* const to = reinterpret_cast<float*>(staging + kStagingBytes) + turn % 2 * kMostTokens;
+    reinterpret_cast<float2*>(to)[threadIdx.x % 128] = scales_;
+    cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(warpgroup));
+    return to;
+  }
+};
 
 // ---- outputs of 16 bits ----
 
 template <class Traits>
 class FragmentEpilogue {
-  static constexpr DType kType = Traits::kType;
   const ManyArgs& args_;
   int thread_;
   char* staging_;
   int n_, channel_;  // the first channel, of the warpgroup and of this thread
-  uint32_t bias_;
+  ChannelPair bias_, w_scale_;
+  const float* x_scale_;  // of the tile's tokens
   uint16_t residual_[kSumsOfPart];
 
  public:
-  // Of both channels of a thread, read before there are sums. n: the warpgroup's first channel.
-  __device__ static uint32_t load_bias(const ManyArgs& args, int n) {
-    const uint16_t* const bias = args.epilogue.bias;
-    if (bias == nullptr) return 0;
-    const int channel = n + first_channel(static_cast<int>(threadIdx.x) % 128);
-    return bias[min(channel, args.n - 1)] | static_cast<uint32_t>(bias[min(channel + 8, args.n - 1)]) << 16;
-  }
-
-  // staging: this warpgroup's.
-  __device__ FragmentEpilogue(const ManyArgs& args, char* staging, int n, uint32_t bias)
+  // staging: this warpgroup's. n: its first channel. x_scale: of the tile's tokens, if each has one.
+  __device__ FragmentEpilogue(const ManyArgs& args, char* staging, int n, ChannelPair bias, ChannelPair w_scale,
+                              const float* x_scale)
       : args_(args),
         thread_(static_cast<int>(threadIdx.x) % 128),
         staging_(staging),
         n_(n),
         channel_(n + first_channel(thread_)),
-        bias_(bias) {}
+        bias_(bias),
+        w_scale_(w_scale),
+        x_scale_(x_scale) {}
 
   // token: the tile's first.
-  __device__ void finish(float (&sums)[Traits::kSums], int token) {
-    static_assert(Traits::kTokens / kPart % 2 == 0);  // two buffers in turn: a warp reads one while it fills the other
+  __device__ void finish(typename Traits::Sum (&sums)[Traits::kSums], int token) {
+    // Two buffers in turn: a warp reads one while it fills the other.
+    static_assert(Traits::kTokens == kPart || Traits::kTokens / kPart % 2 == 0);
     if (args_.epilogue.residual != nullptr) load_residual(token);
     if (args_.epilogue.activation == Activation::kNone) {
 #pragma unroll
       for (int part = 0; part < Traits::kTokens / kPart; ++part) {
         float t[kSumsOfPart];
 #pragma unroll
-        for (int i = 0; i < kSumsOfPart; ++i) t[i] = sums[part * kSumsOfPart + i];
-        finish_part<false>(t, token + part * kPart, part % 2);
+        for (int i = 0; i < kSumsOfPart; ++i) t[i] = value_of(sums[part * kSumsOfPart + i], i);
+        finish_part<false>(t, token, part);
       }
     } else {
 #pragma unroll 1
       for (int part = 0; part < Traits::kTokens / kPart; ++part) {
         float t[kSumsOfPart];
 #pragma unroll
-        for (int i = 0; i < kSumsOfPart; ++i) t[i] = sums[i];
+        for (int i = 0; i < kSumsOfPart; ++i) t[i] = value_of(sums[i], i);
         drop_part(sums);
-        finish_part<true>(t, token + part * kPart, part % 2);
+        finish_part<true>(t, token, part);
       }
     }
   }
 
  private:
-  __device__ static int first_channel(int thread) { return thread / 32 * kTileRows + thread % 32 / 4; }
+  // Of the outputs. Known to the compiler but where tokens are int8.
+  __device__ DType type() const {
+    if constexpr (Traits::kIntegers) return args_.epilogue.type;
+    return Traits::kType;
+  }
+  // What the formula goes on from.
+  __device__ float value_of(typename Traits::Sum sum, int i) const {
+    if constexpr (!Traits::kIntegers) return sum;
+    return __fmul_rn(static_cast<float>(static_cast<int>(sum)), args_.epilogue.scaled(w_scale_.of(i)));
+  }
   __device__ int token_of(int i) const { return i / 4 * 8 + thread_ % 4 * 2 + i % 2; }
 
   // Elements outside read their nearest neighbour inside; what comes of them is not stored.
@@ -90,14 +136,16 @@ class FragmentEpilogue {
     }
   }
 
+  // tile: its first token.
   template <bool kActivates>
-  __device__ void finish_part(float (&t)[kSumsOfPart], int token, int buffer) {
+  __device__ void finish_part(float (&t)[kSumsOfPart], int tile, int part) {
     const Epilogue& e = args_.epilogue;
+    const int token = tile + part * kPart;
     float of_residual[kSumsOfPart];
     float of_bias[kSumsOfPart];
     if (e.residual != nullptr) {
 #pragma unroll
-      for (int i = 0; i < kSumsOfPart; ++i) of_residual[i] = half_of(residual_[i], kType);
+      for (int i = 0; i < kSumsOfPart; ++i) of_residual[i] = half_of(residual_[i], type());
       load_residual(token + kPart);  // the next part's, meanwhile
     } else {
 #pragma unroll
@@ -106,7 +154,7 @@ class FragmentEpilogue {
     if (e.x_scale.data != nullptr) {
 #pragma unroll
       for (int i = 0; i < kSumsOfPart; ++i) {
-        t[i] = __fmul_rn(t[i], scale_at(e.x_scale, min(token + token_of(i), args_.m - 1)));
+        t[i] = __fmul_rn(t[i], x_scale_[part * kPart + token_of(i)]);
       }
     } else if (e.x_scale.value != 1.0F) {
 #pragma unroll
@@ -114,14 +162,14 @@ class FragmentEpilogue {
     }
 #pragma unroll
     for (int i = 0; i < kSumsOfPart; ++i) {
-      of_bias[i] = e.bias != nullptr ? half_of(static_cast<uint16_t>(bias_ >> (i / 2 % 2 * 16)), kType) : -0.0F;
+      of_bias[i] = e.bias != nullptr ? half_of(bias_.of(i), type()) : -0.0F;
     }
     const auto activate = [&](float (&values)[kSumsOfPart]) {
       if constexpr (kActivates) activate_by<__half, false>(e.activation, values);
     };
     float unrounded[kSumsOfPart];
     octofuse::finish(t, of_bias, activate, of_residual, 0, 0.0F, unrounded);
-    store(unrounded, token, staging_ + (thread_ / 32 * 2 + buffer) * (kPart * 32));
+    store(unrounded, token, staging_ + (thread_ / 32 * 2 + part % 2) * (kPart * 32));
   }
 
   // To rows of outputs: through shared memory of the warp's own, in rows of its 16 channels whose two pieces of 16
@@ -150,8 +198,8 @@ class FragmentEpilogue {
     }
   }
 
-  __device__ static uint32_t pair_of(float x, float y) {
-    if constexpr (kType == DType::kFloat16) {
+  __device__ uint32_t pair_of(float x, float y) const {
+    if (type() == DType::kFloat16) {
       const __half2 pair = __floats2half2_rn(x, y);
       return reinterpret_cast<const uint32_t&>(pair);
     } else {
@@ -170,15 +218,20 @@ __device__ inline int staged_at(int token, int channel) {
 }
 
 // Finishes kPart tokens from `token` on. n: the warpgroup's first channel.
-template <int kSums>
-__device__ inline void finish_quads(const ManyArgs& args, const float (&sums)[kSums], int token, int n, int warpgroup,
-                                    float* staging) {
+template <class Traits>
+__device__ inline void finish_quads(const ManyArgs& args, const typename Traits::Sum (&sums)[Traits::kSums], int token,
+                                    int n, int warpgroup, char* memory) {
+  using Stored = std::conditional_t<Traits::kIntegers, int32_t, float>;
+  struct alignas(16) Four {
+    Stored values[4];
+  };
+  auto* const staging = reinterpret_cast<Stored*>(memory);
   constexpr int kTurns = kPart / 8;  // a thread has 4 channels of every eighth token
   const int thread = static_cast<int>(threadIdx.x) % 128;
 #pragma unroll
   for (int i = 0; i < kSumsOfPart; ++i) {
-    const int channel = thread / 32 * kTileRows + thread % 32 / 4 + i / 2 % 2 * 8;
-    staging[staged_at(i / 4 * 8 + thread % 4 * 2 + i % 2, channel)] = sums[i];
+    const int channel = first_channel(thread) + i / 2 % 2 * 8;
+    staging[staged_at(i / 4 * 8 + thread % 4 * 2 + i % 2, channel)] = static_cast<Stored>(sums[i]);
   }
   const int quad = thread % 16 * 4;
   cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(warpgroup));
@@ -187,9 +240,8 @@ __device__ inline void finish_quads(const ManyArgs& args, const float (&sums)[kS
     const int row = thread / 16 + i * 8;
     if (n + quad >= args.n || token + row >= args.m) continue;
     const Addends<4> addends = args.epilogue.load<4>(token + row, n + quad);
-    const float4 sum = *reinterpret_cast<const float4*>(staging + staged_at(row, quad));
-    const float y[4] = {sum.x, sum.y, sum.z, sum.w};
-    args.epilogue.store(y, addends, token + row, n + quad);
+    const Four sum = *reinterpret_cast<const Four*>(staging + staged_at(row, quad));
+    args.epilogue.store(sum.values, addends, token + row, n + quad);
   }
   __syncwarp();
   cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(warpgroup));  // the staging may change

@@ -9,7 +9,7 @@ namespace octofuse::lowbit {
 
 struct ManyArgs : GemmArgs {  // layout: of the weights' ring alone
   int k_blocks;
-  int token_stages;  // of the tokens' ring: half a k-block each
+  int token_stages;  // of the tokens' ring: a run each
   int clusters;      // in all
   int token_tiles, channel_pairs;
   bool by_pieces;  // of 16 bytes: outputs of 16 bits
@@ -18,8 +18,25 @@ struct ManyArgs : GemmArgs {  // layout: of the weights' ring alone
 struct ManyBarriers {
   FullBarrier tokens_full[kMostStages], weights_full[kMostStages];
   EmptyBarrier tokens_empty[kMostStages], weights_empty[kMostStages];
+  // Where K is divided: the other block's sums are here; it has read those that it was sent.
+  FullBarrier sums_full;
+  EmptyBarrier sums_empty;
 };
 static_assert(sizeof(ManyBarriers) <= kBarrierBytes);
+
+// The k-blocks of a block: all, or half of them.
+template <class Traits>
+struct ManyRange {
+  int first, count;
+
+  __device__ explicit ManyRange(const ManyArgs& args) : first(0), count(args.k_blocks) {
+    if constexpr (!Traits::kSplitsK) return;
+    const int half = (args.k_blocks + 1) / 2;
+    const bool second = blockIdx.x % kSharing == 1;
+    first = second ? half : 0;
+    count = second ? args.k_blocks - half : half;
+  }
+};
 
 // A cluster's tiles in their order. Bands of tiles of tokens, so that clusters that run side by side read few different
 // tokens and weights.
@@ -50,38 +67,42 @@ class ManyWalk {
     const int pair = rest / height;
     // The last tile starts early enough to be full; it repeats tokens of the one before, and both write the same bits.
     token = max(0, min((band * kBand + rest - pair * height) * Traits::kTokens, args_.m - Traits::kTokens));
-    channel_tile = pair * kSharing + static_cast<int>(blockIdx.x) % kSharing;
+    channel_tile = Traits::kSplitsK ? pair : pair * kSharing + static_cast<int>(blockIdx.x) % kSharing;
   }
 };
 
-// One lane copies a block's weights, one of another warp half of the tokens, to both blocks of the cluster.
+// One lane copies a block's weights, one of another warp half of the tokens, to both blocks of the cluster; where these
+// divide K, all of the tokens.
 template <class Traits>
 class ManyProducer {
   const ManyArgs& args_;
   ManyBarriers& barriers_;
+  const ManyRange<Traits> range_;
 
  public:
-  __device__ ManyProducer(const ManyArgs& args, ManyBarriers& barriers) : args_(args), barriers_(barriers) {}
+  __device__ ManyProducer(const ManyArgs& args, ManyBarriers& barriers)
+      : args_(args), barriers_(barriers), range_(args) {}
 
   __device__ void weights(char* ring) const {
     if (!args_.constant_weight) wait_for_predecessors();
     const StageLayout& layout = args_.layout;
     const int scales = args_.groups.segments * Traits::kChannels;
-    const auto bytes = static_cast<uint32_t>(Traits::kRowTiles * layout.tile + args_.planes * scales * 2 +
-                                             (args_.has_zeros ? scales : 0));
+    const auto bytes =
+        static_cast<uint32_t>(Traits::kRowTiles * layout.tile + (args_.has_scales ? args_.planes * scales * 2 : 0) +
+                              (args_.has_zeros ? scales : 0));
     RingPosition at(0, layout.stages);
 #pragma unroll 1
     for (ManyWalk<Traits> tile(args_); tile.valid(); tile.next()) {
       const int channel = tile.channel_tile * Traits::kChannels;
 #pragma unroll 1
-      for (int k_block = 0; k_block < args_.k_blocks; ++k_block) {
+      for (int k_block = range_.first; k_block < range_.first + range_.count; ++k_block) {
         FullBarrier& full = barriers_.weights_full[at.slot];
         char* const to = ring + at.slot * layout.stage;
         const int group = args_.groups.of(k_block, 0);
         barriers_.weights_empty[at.slot].wait(at.phase ^ 1);
         full.arrive_and_expect_tx(bytes);
         copy(args_.codes, full, to + layout.codes, k_block * (layout.tile / 8), tile.channel_tile * Traits::kRowTiles);
-        copy(args_.scales, full, to + layout.scales, channel, group * args_.planes);
+        if (args_.has_scales) copy(args_.scales, full, to + layout.scales, channel, group * args_.planes);
         if (args_.has_zeros) copy(args_.zeros, full, to + layout.zeros, channel, group);
         at.next();
       }
@@ -95,14 +116,23 @@ class ManyProducer {
 #pragma unroll 1
     for (ManyWalk<Traits> tile(args_); tile.valid(); tile.next()) {
 #pragma unroll 1
-      for (int half = 0; half < args_.k_blocks * kHalves; ++half) {
+      for (int i = 0; i < range_.count * Traits::kRuns; ++i) {
         FullBarrier& full = barriers_.tokens_full[at.slot];
         barriers_.tokens_empty[at.slot].wait(at.phase ^ 1);
         full.arrive_and_expect_tx(Traits::kTokenBytes);
-        cute::SM90_TMA_LOAD_MULTICAST_2D::copy(
-            &args_.x, reinterpret_cast<uint64_t*>(&full), uint16_t{(1 << kSharing) - 1}, kNormal,
-            ring + at.slot * Traits::kTokenBytes + rank * (Traits::kTokenBytes / kSharing), half * (kBlockK / kHalves),
-            tile.token + rank * (Traits::kTokens / kSharing));
+        char* const to = ring + at.slot * Traits::kTokenBytes;
+        const int column = (range_.first * Traits::kRuns + i) * (kBlockK / Traits::kRuns);
+        if constexpr (Traits::kSplitsK) {
+#pragma unroll
+          for (int half = 0; half < kSharing; ++half) {
+            copy(args_.x, full, to + half * (Traits::kTokenBytes / kSharing), column,
+                 tile.token + half * (Traits::kTokens / kSharing));
+          }
+        } else {
+          cute::SM90_TMA_LOAD_MULTICAST_2D::copy(
+              &args_.x, reinterpret_cast<uint64_t*>(&full), uint16_t{(1 << kSharing) - 1}, kNormal,
+              to + rank * (Traits::kTokenBytes / kSharing), column, tile.token + rank * (Traits::kTokens / kSharing));
+        }
         at.next();
       }
     }

@@ -53,8 +53,8 @@ class Producer {
         tile_(args.layout.tile / 8),
         block_(static_cast<int>(blockIdx.x)) {
     const int scales = args.groups.segments * Traits::kChannels;
-    bytes_ = static_cast<uint32_t>(kHalves * args.tokens_read * kBlockK + Traits::kRowTiles * args.layout.tile +
-                                   args.planes * scales * 2 + (args.has_zeros ? scales : 0));
+    bytes_ = static_cast<uint32_t>(Traits::kRuns * args.tokens_read * kTokenRun + Traits::kRowTiles * args.layout.tile +
+                                   (args.has_scales ? args.planes * scales * 2 : 0) + (args.has_zeros ? scales : 0));
   }
 
   __device__ void init() const {
@@ -112,14 +112,17 @@ class Producer {
     barriers_.full[slot].arrive_and_expect_tx(bytes_);
     copy(args_.codes, slot, args_.layout.codes, k_block * tile_, block_ * Traits::kRowTiles);
     const int group = args_.groups.of(k_block, 0);
-    copy(args_.scales, slot, args_.layout.scales, block_ * Traits::kChannels, group * args_.planes);
+    if (args_.has_scales)
+      copy(args_.scales, slot, args_.layout.scales, block_ * Traits::kChannels, group * args_.planes);
     if (args_.has_zeros) copy(args_.zeros, slot, args_.layout.zeros, block_ * Traits::kChannels, group);
   }
 
   __device__ void copy_tokens(int k_block, int slot) const {
     const int token = first_token<Traits>(args_);
-    copy(args_.x, slot, 0, k_block * kBlockK, token);
-    copy(args_.x, slot, Traits::kTokenBytes, k_block * kBlockK + kBlockK / kHalves, token);
+#pragma unroll
+    for (int run = 0; run < Traits::kRuns; ++run) {
+      copy(args_.x, slot, run * Traits::kTokenBytes, k_block * kBlockK + run * (kBlockK / Traits::kRuns), token);
+    }
   }
 };
 

@@ -289,12 +289,12 @@ struct ThreadOutput {
 
 // The sum of all slices, of which sum_of(i) is the i-th: four neighbours in turn, then the four sums.
 template <class SumOf>
-__device__ inline float sum_of_slices(SumOf sum_of) {
-  float total = 0.0F;
+__device__ inline auto sum_of_slices(SumOf sum_of) {
+  auto total = sum_of(0);
 #pragma unroll
   for (int i = 0; i < kSlices; i += 4) {
-    const float four = __fadd_rn(__fadd_rn(__fadd_rn(sum_of(i), sum_of(i + 1)), sum_of(i + 2)), sum_of(i + 3));
-    total = i == 0 ? four : __fadd_rn(total, four);
+    const auto four = add(add(add(sum_of(i), sum_of(i + 1)), sum_of(i + 2)), sum_of(i + 3));
+    total = i == 0 ? four : add(total, four);
   }
   return total;
 }

@@ -2,6 +2,7 @@
 // one block an SM, which works through units of one or two row tiles.
 #include "device/mma.cuh"
 #include "lowbit/gemv.cuh"
+#include "lowbit/integers.cuh"
 #include "lowbit/kernels.h"
 
 namespace octofuse::lowbit {
@@ -11,12 +12,19 @@ constexpr int stages_in(int bytes, int stage) {
   return bytes < 3 * stage ? 3 : bytes > 16 * stage ? 16 : bytes / stage;
 }
 
-// A kernel at compile time. kNorm: it normalises its tokens itself. kCompact: a codebook's smaller table.
-template <LowbitFormat kFormat_, int kBits, int kGroups, int kRowTiles_, bool kNorm_ = false, bool kCompact = false>
+// What a kernel makes of its tokens: kNorm: it normalises them itself. kIntegers: they are int8, and so is the weight
+// (has_integers()): sums of all of K are integers.
+enum class Kind { kPlain, kNorm, kIntegers };
+
+// A kernel at compile time. kCompact: a codebook's smaller table.
+template <LowbitFormat kFormat_, int kBits, int kGroups, int kRowTiles_, Kind kKind = Kind::kPlain,
+          bool kCompact = false>
 struct Traits {
   static constexpr LowbitFormat kFormat = kFormat_;
   static constexpr int kRowTiles = kRowTiles_;
-  static constexpr bool kNorm = kNorm_;
+  static constexpr bool kNorm = kKind == Kind::kNorm;
+  static constexpr bool kIntegers = kKind == Kind::kIntegers;
+  using Total = std::conditional_t<kIntegers, int32_t, float>;  // of groups
   static constexpr int kShares = 4;
   static constexpr int kNormShares = 2;
   using Code = Codes<kFormat, kBits>;
@@ -92,11 +100,29 @@ __device__ inline void join_sums(float (&first)[4], float (&second)[4]) {
   }
 }
 
+// Adds a segment's products to the sums of integers, of channels lane / 4 and lane / 4 + 8 and one token.
+template <class Traits>
+__device__ inline void add_integers(const Weight& w, char* stage, int segment, int tile, int lane, int sum,
+                                    int32_t (&c)[4], int32_t (&y)[2]) {
+  using Stage = typename Traits::Stage;
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    if constexpr (Traits::kFormat == LowbitFormat::kTwoLevel) {
+      const int at = segment * Stage::kChannels + tile * kTileRows + lane / 4 + row * 8;
+      const uint16_t pair = Stage::scales(stage)[at];
+      y[row] += (c[row * 2 + 1] - zero_of_pair(pair) * sum) * scale_of_pair(pair);
+    } else {
+      y[row] += c[row * 2 + 1] - w.twice_zero / 2 * sum;
+    }
+    c[row * 2] = c[row * 2 + 1] = 0;
+  }
+}
+
 // The products of a k-block. x: this lane's columns of its token; scales_and_sums: of its token, one for each segment.
 template <class Traits>
 __device__ void multiply(const Weight& w, typename Traits::Operand::Reader& x, const typename Traits::Table& table,
                          const ScaleAndSum* scales_and_sums, int tokens, char* stage, int lane,
-                         float (&y)[Traits::kRowTiles][2]) {
+                         typename Traits::Total (&y)[Traits::kRowTiles][2]) {
   using Stage = typename Traits::Stage;
   using Code = typename Traits::Code;
   constexpr int kRowTiles = Traits::kRowTiles;
@@ -119,6 +145,10 @@ __device__ void multiply(const Weight& w, typename Traits::Operand::Reader& x, c
       const int sum = scales_and_sums[segment * tokens].sum;
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
+        if constexpr (Traits::kIntegers) {
+          add_integers<Traits>(w, stage, segment, tile, lane, sum, acc[tile], y[tile]);
+          continue;
+        }
         float scale[2];
         int twice_zero[2];
         read_scales<Stage>(w.type, stage, segment, plane, tile, lane, scale);
@@ -128,9 +158,11 @@ __device__ void multiply(const Weight& w, typename Traits::Operand::Reader& x, c
       }
     }
   }
+  if constexpr (!Traits::kIntegers) {
 #pragma unroll
-  for (int i = 0; i < kRowTiles * 2; ++i) {
-    y[i / 2][i % 2] = __fmaf_rn(of_block[i / 2][i % 2], scales_and_sums->scale, y[i / 2][i % 2]);
+    for (int i = 0; i < kRowTiles * 2; ++i) {
+      y[i / 2][i % 2] = __fmaf_rn(of_block[i / 2][i % 2], scales_and_sums->scale, y[i / 2][i % 2]);
+    }
   }
 }
 
@@ -191,7 +223,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
     const ThreadOutput<kChannels> output(args, row_tile);
     Addends<1> addends;
     if (output.exists) addends = args.epilogue.load<1>(output.token, output.n);  // needed when the slices are summed
-    float y[Traits::kRowTiles][2] = {};
+    using Total = typename Traits::Total;
+    Total y[Traits::kRowTiles][2] = {};
     typename Traits::Operand::Reader columns = first_columns;
     const ScaleAndSum* of_columns = scales_and_sums;
 #pragma unroll 1
@@ -206,16 +239,16 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
       stage = stage == ring + (stages - 1) * Stage::kBytes ? ring : stage + Stage::kBytes;
     }
     // Two sets in turn: a warp that is ahead writes the other one.
-    auto* const sums = reinterpret_cast<float*>(memory + args.layout.sums) + turn * kSlices * pitch;
+    auto* const sums = reinterpret_cast<Total*>(memory + args.layout.sums) + turn * kSlices * pitch;
     if (lane % 4 < tokens) {
-      float* const mine = sums + slice * pitch + lane % 4 * kChannels + lane / 4;
+      Total* const mine = sums + slice * pitch + lane % 4 * kChannels + lane / 4;
 #pragma unroll
       for (int i = 0; i < Traits::kRowTiles * 2; ++i) mine[i * 8] = y[i / 2][i % 2];
     }
     __syncthreads();
     if (output.exists) {
-      const float* const of_slice = sums + static_cast<int>(threadIdx.x);
-      const float sum[1] = {sum_of_slices([&](int i) { return of_slice[i * pitch]; })};
+      const Total* const of_slice = sums + static_cast<int>(threadIdx.x);
+      const Total sum[1] = {sum_of_slices([&](int i) { return of_slice[i * pitch]; })};
       args.epilogue.store(sum, addends, output.token, output.n);
     }
     turn ^= 1;
@@ -224,48 +257,54 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
 
 // ---- the kernel of a weight, as int8_gemv_shape() has it ----
 
-template <bool kCompact, bool kNorm, LowbitFormat kFormat, int kBits, int kGroups>
+template <bool kCompact, Kind kKind, LowbitFormat kFormat, int kBits, int kGroups>
 GemvKernel with_row_tiles(const GemvArgs& args) {
   constexpr Int8GemvShape kShape = int8_gemv_shape(kFormat, kBits, kGroups, true);
   static_assert(kShape.groups == kGroups);
   if constexpr (kShape.may_take_two) {
-    using Two = Traits<kFormat, kBits, kGroups, 2, kNorm, kCompact>;
+    using Two = Traits<kFormat, kBits, kGroups, 2, kKind, kCompact>;
     const GemvKernel two = gemv_of<Two>(gemv_kernel<Two>);
     if (args.gated() || (!args.few_row_tiles && two.fits(args))) return two;
   }
-  using One = Traits<kFormat, kBits, kGroups, kShape.row_tiles, kNorm, kCompact>;
+  using One = Traits<kFormat, kBits, kGroups, kShape.row_tiles, kKind, kCompact>;
   return gemv_of<One>(gemv_kernel<One>);
 }
 
-template <bool kNorm, LowbitFormat kFormat, int kBits, int kGroups>
+template <Kind kKind, LowbitFormat kFormat, int kBits, int kGroups>
 GemvKernel with_table(const GemvArgs& args) {
-  const GemvKernel kernel = with_row_tiles<false, kNorm, kFormat, kBits, kGroups>(args);
+  const GemvKernel kernel = with_row_tiles<false, kKind, kFormat, kBits, kGroups>(args);
   if constexpr (kFormat == LowbitFormat::kCodebook) {
-    if (!kernel.fits(args)) return with_row_tiles<true, kNorm, kFormat, kBits, kGroups>(args);
+    if (!kernel.fits(args)) return with_row_tiles<true, kKind, kFormat, kBits, kGroups>(args);
   }
   return kernel;
 }
 
-template <LowbitFormat kFormat, int kBits, int kGroups>
-GemvKernel with_norm(const GemvArgs& args) {
-  if (args.norm.kind != Norm::kNone) return with_table<true, kFormat, kBits, kGroups>(args);
-  return with_table<false, kFormat, kBits, kGroups>(args);
+template <bool kIntegers, LowbitFormat kFormat, int kBits, int kGroups>
+GemvKernel with_kind(const GemvArgs& args) {
+  if constexpr (kIntegers) {
+    return with_table<Kind::kIntegers, kFormat, kBits, kGroups>(args);
+  } else {
+    if (args.norm.kind != Norm::kNone) return with_table<Kind::kNorm, kFormat, kBits, kGroups>(args);
+    return with_table<Kind::kPlain, kFormat, kBits, kGroups>(args);
+  }
 }
 
-template <LowbitFormat kFormat, int kBits>
+template <LowbitFormat kFormat, int kBits, bool kIntegers = false>
 GemvKernel with_groups(const GemvArgs& args) {
   const int segments = args.w.groups.segments;
   if constexpr (int8_gemv_shape(kFormat, kBits, 2, true).groups == 2) {
-    if (segments == 2 && args.w.wide) return with_norm<kFormat, kBits, 2>(args);
-    if (segments == 4 && args.w.wide) return with_norm<kFormat, kBits, 4>(args);
+    if constexpr (!kIntegers || kFormat == LowbitFormat::kTwoLevel) {  // else a row is one group
+      if (segments == 2 && args.w.wide) return with_kind<kIntegers, kFormat, kBits, 2>(args);
+      if (segments == 4 && args.w.wide) return with_kind<kIntegers, kFormat, kBits, 4>(args);
+    }
   }
   if constexpr (int8_gemv_shape(kFormat, kBits, 1, true).groups == 1) {
-    if (segments == 1 && args.w.wide) return with_norm<kFormat, kBits, 1>(args);
+    if (segments == 1 && args.w.wide) return with_kind<kIntegers, kFormat, kBits, 1>(args);
   }
-  using Any = Traits<kFormat, kBits, 0, 1>;
+  using Any = Traits<kFormat, kBits, 0, 1, kIntegers ? Kind::kIntegers : Kind::kPlain>;
   const GemvKernel any = gemv_of<Any>(gemv_kernel<Any>);
   if constexpr (kFormat == LowbitFormat::kCodebook) {
-    using Compact = Traits<kFormat, kBits, 0, 1, false, true>;
+    using Compact = Traits<kFormat, kBits, 0, 1, Kind::kPlain, true>;
     if (!any.fits(args)) return gemv_of<Compact>(gemv_kernel<Compact>);
   }
   return any;
@@ -279,7 +318,16 @@ GemvKernel with_bits(int bits, const GemvArgs& args) {
   return with_groups<kFormat, kBits>(args);
 }
 
+GemvKernel integer_kernel_for(const LowbitArgs& given, const GemvArgs& args) {
+  GemvKernel kernel{};
+  with_integer_format(given, [&](auto format) {
+    kernel = with_groups<decltype(format)::kFormat, decltype(format)::kBits, true>(args);
+  });
+  return kernel;
+}
+
 GemvKernel kernel_for(const LowbitArgs& given, const GemvArgs& args) {
+  if (has_integers(given)) return integer_kernel_for(given, args);
   if (given.format == LowbitFormat::kUniform) return with_bits<LowbitFormat::kUniform, 8>(given.bits, args);
   if (given.format == LowbitFormat::kPlanes) return with_bits<LowbitFormat::kPlanes, 8>(given.bits, args);
   if (given.format == LowbitFormat::kCodebook) return with_groups<LowbitFormat::kCodebook, 4>(args);

@@ -21,4 +21,8 @@ void run_gemm(const LowbitArgs& args, int device, cudaStream_t stream);
 // sm_90a: any number of tokens, made for more than 128; rows likewise. The sums are in another order than run_gemm's.
 void run_gemm_many(const LowbitArgs& args, int device, cudaStream_t stream);
 
+// Both for tokens in int8 beside weights that are integers (has_integers()): sums are exact.
+void run_gemm_integer(const LowbitArgs& args, int device, cudaStream_t stream);
+void run_gemm_many_integer(const LowbitArgs& args, int device, cudaStream_t stream);
+
 }  // namespace octofuse::lowbit

@@ -23,8 +23,14 @@ void copy_rows(LowbitArgs& args, DType type, int device, Stream stream, const Al
   args.x_is_int8 = type == DType::kInt8;
 }
 
-// gemm.cu and gemm_many.cu read x by TMA, as fp16 or bf16. int8 values are exact in either type.
-bool gemm_reads(const LowbitArgs& args) { return !args.x_is_int8 && args.ldx % 8 == 0 && is_aligned(args.x); }
+// What gemm.cu and gemm_many.cu read x as. int8 values are exact in any type.
+DType gemm_type(const LowbitArgs& args) { return has_integers(args) ? DType::kInt8 : args.type; }
+
+// They read it by TMA.
+bool gemm_reads(const LowbitArgs& args) {
+  const bool is_own = args.x_is_int8 == has_integers(args);
+  return is_own && args.ldx * static_cast<int64_t>(size_of(gemm_type(args))) % 16 == 0 && is_aligned(args.x);
+}
 
 // The gemv kernels read pairs of columns.
 bool gemv_reads(const LowbitArgs& args) {
@@ -76,10 +82,10 @@ void multiply(const RowPassArgs& rows, LowbitArgs args, LowbitEngine engine, int
       if (engine == LowbitEngine::kGemvInt8) return lowbit::run_gemv_int8(args, norm, device, cuda_stream);
       return lowbit::run_gemv_binary(args, norm, device, cuda_stream);
     case LowbitEngine::kGemm:
-      if (!gemm_reads(args)) copy_rows(args, args.type, device, stream, allocate);
+      if (!gemm_reads(args)) copy_rows(args, gemm_type(args), device, stream, allocate);
       return lowbit::run_gemm(args, device, cuda_stream);
     case LowbitEngine::kGemmMany:
-      if (!gemm_reads(args)) copy_rows(args, args.type, device, stream, allocate);
+      if (!gemm_reads(args)) copy_rows(args, gemm_type(args), device, stream, allocate);
       return lowbit::run_gemm_many(args, device, cuda_stream);
     case LowbitEngine::kCpu:
     case LowbitEngine::kDequantized:

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 
+#include "lowbit/integer_shape.h"
 #include "lowbit/shape.h"
 #include "octofuse/error.h"
 #include "octofuse/lowbit.h"
@@ -27,6 +28,7 @@ const char* why_not_gemv(const LowbitProblem& problem, const Capability& capabil
 const char* why_not_gemv_binary(const LowbitProblem& problem, const Capability& capability) {
   if (const char* reason = why_not_gemv(problem, capability)) return reason;
   if (problem.m > 1) return "it takes one token";
+  if (problem.is_integer) return "it has no products of integers";
   if (!lowbit::is_binary(problem.format, problem.bits)) return "it takes codes of up to 3 bits, or up to 4 planes";
   if (problem.n % 16 != 0) return "N must be a multiple of 16";
   if (!problem.aligned) return "scale and zero must start at multiples of 16 bytes";
@@ -83,8 +85,23 @@ bool is_better_dequantised(const LowbitProblem& problem) {
   return lowbit::GemmShape::is_split_by_4(problem.n, lowbit::k_blocks_of(problem.k));
 }
 
+// The same of products of integers, whose bits do not depend on the engine.
+const char* why_slower_integer(LowbitEngine engine, const LowbitProblem& problem, const Capability& capability) {
+  const bool has_gemm = why_not_gemm(problem, capability) == nullptr;
+  // Measured from 1,024 x 4,096 to 57,344 x 8,192: 3 or 4 tokens with so many columns leave little room for weights.
+  constexpr int kMostBlocks = 80;
+  const bool is_long = problem.m > 2 && lowbit::k_blocks_of(problem.k) > kMostBlocks;
+  if (engine == LowbitEngine::kGemvInt8 && has_gemm && is_long) return "slower: so many columns of 3 or 4 tokens";
+  if (engine == LowbitEngine::kGemm &&
+      lowbit::integer_choice(problem, true).time < lowbit::integer_choice(problem, false).time) {
+    return "slower: gemm_many's tiles fit better";
+  }
+  return nullptr;
+}
+
 // Why "auto" leaves out an engine that could serve.
-const char* why_slower(LowbitEngine engine, const LowbitProblem& problem) {
+const char* why_slower(LowbitEngine engine, const LowbitProblem& problem, const Capability& capability) {
+  if (problem.is_integer) return why_slower_integer(engine, problem, capability);
   if (engine != LowbitEngine::kGemm && engine != LowbitEngine::kGemmMany) return nullptr;
   const bool every = lowbit::has_every_block(problem.format, problem.bits);
   const bool is_many = problem.m > lowbit::kGemmStep &&  // without asking: it is never less
@@ -100,7 +117,8 @@ const char* why_slower(LowbitEngine engine, const LowbitProblem& problem) {
 
 LowbitEngine best(const LowbitProblem& problem, const Capability& capability) {
   for (const LowbitEngine engine : kEngines) {
-    if (why_not(engine, problem, capability) == nullptr && why_slower(engine, problem) == nullptr) return engine;
+    if (why_not(engine, problem, capability) == nullptr && why_slower(engine, problem, capability) == nullptr)
+      return engine;
   }
   return LowbitEngine::kDequantized;
 }
@@ -139,6 +157,13 @@ LowbitEngine select_lowbit(const LowbitProblem& problem, const Capability& capab
   refuse<ValueError>("engine", "one of " + names, quoted);
 }
 
+std::array<int, 3> integer_tile(const LowbitProblem& problem, LowbitEngine engine) {
+  const bool is_many = engine == LowbitEngine::kGemmMany;
+  if (!problem.is_integer || (engine != LowbitEngine::kGemm && !is_many)) return {};
+  const lowbit::IntegerTile tile = lowbit::integer_choice(problem, is_many).tile;
+  return {tile.tokens, tile.channels, tile.split};
+}
+
 LowbitDecision explain_lowbit(const LowbitProblem& problem, const Capability& capability, std::string_view engine) {
   LowbitDecision decision;
   decision.chosen = select_lowbit(problem, capability, engine);
@@ -147,10 +172,15 @@ LowbitDecision explain_lowbit(const LowbitProblem& problem, const Capability& ca
                      ? "the weight is written to memory for this call: no kernel "
                        "reads the codes faster"
                      : "the fastest of those that can serve";
+  const std::array<int, 3> tile = integer_tile(problem, decision.chosen);
+  if (tile[0] > 0) {
+    decision.why += ": tiles of " + std::to_string(tile[0]) + " tokens by " + std::to_string(tile[1]) + " channels";
+    if (tile[2] > 1) decision.why += ", K divided by " + std::to_string(tile[2]) + " blocks";
+  }
   for (const LowbitEngine other : kEngines) {
     if (other == decision.chosen || engine != "auto") continue;
     const char* reason = why_not(other, problem, capability);
-    if (reason == nullptr) reason = why_slower(other, problem);
+    if (reason == nullptr) reason = why_slower(other, problem, capability);
     decision.declined.emplace_back(name_of(other), reason != nullptr ? reason : "slower");
   }
   return decision;
@@ -166,7 +196,10 @@ LowbitProblem problem_of(const LowbitArgs& args) {
   problem.k = args.k;
   problem.group = args.group;
   problem.has_zeros = args.zero != nullptr;
-  problem.aligned = aligned(args.scale) && aligned(args.zero);
+  problem.is_integer = has_integers(args);
+  // Of two levels a row's scale is read by the outputs alone, which look at it themselves.
+  const bool has_levels = args.format == LowbitFormat::kTwoLevel;
+  problem.aligned = (has_levels || aligned(args.scale)) && aligned(args.zero) && aligned(args.group_scale);
   if (!aligned(args.packed)) problem.unserved = "packed must start at a multiple of 16 bytes";
   if (!takes_group(args.group)) problem.unserved = "kernels take groups of 32, 64 and 128 times a power of two";
   return problem;

@@ -78,7 +78,7 @@ struct Int8GemvShape {
 // more bits have more of their own to do. Narrow codes come here for more than one token, or where rows of scales are
 // not aligned: one kernel has to do.
 constexpr Int8GemvShape int8_gemv_shape(LowbitFormat format, int bits, int segments, bool wide) {
-  const bool is_uniform = format == LowbitFormat::kUniform;
+  const bool is_uniform = format == LowbitFormat::kUniform || format == LowbitFormat::kTwoLevel;
   const bool is_float = format == LowbitFormat::kFloat8;
   const bool several = (is_uniform && (bits == 4 || bits == 8)) || format == LowbitFormat::kCodebook || is_float;
   const bool one = format == LowbitFormat::kSparse12 || bits != 7;
@@ -217,8 +217,10 @@ constexpr int kManyClusters = 66;  // of 132 SMs
 struct ManyShape {
   int tokens = 0, channels = 0;
   int token_tiles = 0, channel_pairs = 0;  // of the whole output; two tiles of channels are a cluster's
+  bool splits_k = false;                   // its blocks have the same tile: then a pair is one tile of channels
   int64_t time = 0;                        // ns on an H200
 
+  constexpr ManyShape() = default;
   constexpr ManyShape(int64_t m, int64_t n, int k_blocks) {
     // Tokens, channels, and the ns that a k-block takes.
     constexpr int kTiles[][3] = {{128, 128, 790}, {128, 192, 1060}, {192, 128, 1000}, {256, 128, 1320}};

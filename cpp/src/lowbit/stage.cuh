@@ -24,10 +24,18 @@ void with_format(const LowbitArgs& args, F f) {
   if constexpr (kBits > 1) with_format<kBits - 1>(args, f);
 }
 
+// The same for weights that are integers of 8 bits beside int8 tokens.
+template <int kBits = 8, class F>
+void with_integer_format(const LowbitArgs& args, F f) {
+  if (args.format == LowbitFormat::kTwoLevel) return f(Format<LowbitFormat::kTwoLevel, 4>());
+  if (args.bits == kBits) return f(Format<LowbitFormat::kUniform, kBits>());
+  if constexpr (kBits > 2) with_integer_format<kBits - 1>(args, f);
+}
+
 // What every kernel knows of a weight.
 struct Weight {
   const char* packed;
-  const uint16_t* scale;  // [groups * planes, n]
+  const uint16_t* scale;  // [groups * planes, n]; two-level: a group's pair
   const uint8_t* zero;
   int n, k_blocks;
   int last;       // group
@@ -41,7 +49,7 @@ struct Weight {
 
   explicit Weight(const LowbitArgs& args)
       : packed(reinterpret_cast<const char*>(args.packed)),
-        scale(static_cast<const uint16_t*>(args.scale)),
+        scale(args.format == LowbitFormat::kTwoLevel ? args.group_scale : static_cast<const uint16_t*>(args.scale)),
         zero(args.zero),
         n(args.n),
         k_blocks(k_blocks_of(args.k)),

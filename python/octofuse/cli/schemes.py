@@ -63,7 +63,7 @@ def print_schemes(console: Console) -> None:
         "Variants: w<1 to 8>a16, bcq-q<1 to 8>; groups of 32, 64, 128, 256 columns (-g64) or a row; -zp, -mse, -gptq,",
         "-awq; int8 with -smooth, -smooth0.7, -smooth-search, -tensor, -static-percentile, -static-entropy;",
         "nf4, fp4 (groups of 64), nf4-g128; llm-int8; fp8-dynamic, fp8-static, fp8-delayed, fp8-block128;",
-        "w8a16-fp8 (FP8 weights alone), w8a16-fp8-g128.",
+        "w8a16-fp8 (FP8 weights alone), w8a16-fp8-g128; w4a8, w4a8-g128 (4-bit weights beside int8 activations).",
     ):
         console.print(line, highlight=False, soft_wrap=True)
 

@@ -45,6 +45,7 @@ class _WeightOnly(Stored):
     symmetric: bool
     packed: bool
     ordered: bool = False  # columns have groups of their own choice
+    has_int8_tokens: bool = False
 
     def wants(self, n: int, k: int) -> dict[str, Want]:
         if self.group is not None and k % self.group != 0:
@@ -84,7 +85,7 @@ class _WeightOnly(Stored):
             zero = None if zero is None else zero.to(torch.int16) + middle
         order = order_of(tensors["weight_g_idx"], self.group or k) if self.ordered else None
         codes = codes if order is None else codes[:, order]
-        return weight_only_layer(codes, scale, zero, self.bits, self.group, dtype, order)
+        return weight_only_layer(codes, scale, zero, self.bits, self.group, dtype, order, self.has_int8_tokens)
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,9 @@ def _stored_of(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -
             _expect_int8_activations(expect, activations)
             expect("input_activations.dynamic", activations.get("dynamic"), True)
         size = _group_size(name, weights) if strategy == "group" else None
-        return _WeightOnly(bits, size, symmetric, form == PACKED, actorder in ("group", "dynamic"))
+        # Of groups sums are no integers: activations in floating point are as fast there, and lose nothing.
+        int8 = activations is not None and symmetric and size is None
+        return _WeightOnly(bits, size, symmetric, form == PACKED, actorder in ("group", "dynamic"), int8)
     expect("format", form, *UNPACKED)
     expect("weights.symmetric", symmetric, True)
     expect("weights.strategy", strategy, "channel", "tensor")

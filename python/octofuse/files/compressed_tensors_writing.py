@@ -89,7 +89,8 @@ def _group_of(layer: Any) -> dict[str, Any]:
     form, code = (FLOAT8[0], "float") if is_float8 else (PACKED, "int")
     weights = {"num_bits": scheme.bits, "type": code, "symmetric": not scheme.zero_points, "dynamic": False,
                "strategy": "channel" if scheme.group is None else "group", "group_size": scheme.group}  # fmt: skip
-    return {"weights": weights, "input_activations": None, "output_activations": None, "format": form}
+    tokens = _INT8 | {"strategy": "token", "dynamic": True} if scheme.has_int8_tokens else None
+    return {"weights": weights, "input_activations": tokens, "output_activations": None, "format": form}
 
 
 def config_of(model: nn.Module, layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -131,10 +131,11 @@ def weight_only_layer(
     group: int | None,
     dtype: torch.dtype,
     order: Tensor | None = None,
+    has_int8_tokens: bool = False,
 ) -> nn.Module:
     """codes uint8 `[N, K]`, scale `[N, G]` and zero, integers `[N, G]` or None for 2^(bits - 1) -> a WeightOnlyLinear.
 
-    order int32 `[K]`: which column of x each column of the codes meets.
+    order int32 `[K]`: which column of x each column of the codes meets. has_int8_tokens: a row is one group.
     """
     n, k = codes.shape
     middle = 1 << bits - 1
@@ -142,7 +143,10 @@ def weight_only_layer(
         zero = None
     if zero is not None and (int(zero.min()) < 0 or int(zero.max()) > 255):
         raise ValueError(f"zero points: expected 0 to 255, got {int(zero.min())} to {int(zero.max())}")
-    scheme = WeightOnly(bits, group if group is None or group < k else None, zero_points=zero is not None)
+    scheme = WeightOnly(
+        bits, group if group is None or group < k else None, zero_points=zero is not None,
+        activations="int8" if has_int8_tokens else "float",
+    )  # fmt: skip
     with torch.device("meta"):
         layer = empty_layer(k, n, bias=False, scheme=scheme, dtype=dtype)
     assert isinstance(layer, WeightOnlyLinear)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from octofuse.files.formats import FLOATS, Format, Stored, Want, checked_scales
 from octofuse.nn import empty_layer, linear_layers
 from octofuse.nn.frozen import FrozenLinear
-from octofuse.quant import AnyScheme, Scheme, codebook, scheme_named
+from octofuse.quant import AnyScheme, Scheme, codebook, scheme_named, two_level
 from octofuse.quant.weight_only import GROUPS
 
 METHOD = "octofuse"
@@ -58,6 +58,8 @@ class _Own(Stored):
                     codebook.check_scales(name, values)
                 setattr(layer, name, values)
             else:
+                if name == "group_scale":
+                    two_level.check_levels(tensor)
                 setattr(layer, name, tensor)
         return layer
 

@@ -12,6 +12,7 @@ from torch.nn.functional import kl_div, linear, pad
 from octofuse.models.quantize import tracked
 from octofuse.nn import QUANTISED, PackedLinear, WeightOnlyLinear, replace_module
 from octofuse.nn.linear import weight_of
+from octofuse.ops import quantize_per_token
 from octofuse.quant import WeightOnly, grid
 from octofuse.quant.packing import pack
 
@@ -97,6 +98,9 @@ class TrainedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias()
+        if self.layer.scheme.has_int8_tokens:  # with the gradient of the numbers themselves
+            q, scale = quantize_per_token(x.detach().contiguous())
+            x = x + ((q * scale.view(*x.shape[:-1], 1)).to(x.dtype) - x.detach())
         levels = self.levels if self.codes is None else self.codes().unsqueeze(0)
         w = ((self.first * self.factor).unsqueeze(-1) * levels).sum(0).flatten(1)[:, : self.layer.in_features]
         return linear(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))

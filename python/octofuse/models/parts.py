@@ -145,7 +145,9 @@ def _multiplies_gates(parts: Parts) -> PackedLinear | None:
     """up, if its product can multiply values by their gates and down does not quantise them by the token meanwhile."""
     if len(parts.up) > 1 or not isinstance(parts.up[0], PackedLinear):
         return None
-    by_token = isinstance(inner_of(parts.down), EightBitLinear) and parts.down.input_scale is None
+    down = inner_of(parts.down)
+    by_token = isinstance(down, EightBitLinear) and parts.down.input_scale is None
+    by_token = by_token or (isinstance(down, PackedLinear) and down.scheme.has_int8_tokens)
     return None if by_token else parts.up[0]
 
 

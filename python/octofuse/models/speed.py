@@ -51,6 +51,7 @@ def kind_of(scheme: AnyScheme | None) -> str:
         return "sparse12"
     if scheme.code == "bcq":
         return f"q{min(scheme.bits, 4)}"
+    # int8 tokens beside few bits have not been timed in decoders: a step reads as many bytes, and a prompt is no slower.
     return f"w{8 if scheme.bits == 7 else scheme.bits}"  # whose kernels are as fast as those of 8 bits
 
 
@@ -58,7 +59,7 @@ def was_timed(gpu: str, scheme: AnyScheme | None) -> bool:
     """Whether decoders of this kind were timed there; else it is put between others by the times of single linears."""
     if isinstance(scheme, Scheme) and scheme.values == "float8":
         return False
-    if isinstance(scheme, WeightOnly) and scheme.is_codebook:
+    if isinstance(scheme, WeightOnly) and (scheme.is_codebook or scheme.has_int8_tokens):
         return False
     return bool(measured_gpus()[gpu]["kinds"][kind_of(scheme)]["models"])
 

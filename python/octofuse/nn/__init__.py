@@ -10,6 +10,7 @@ from octofuse.nn.make import QUANTISED, eight_bit_class, empty_layer, quantised_
 from octofuse.nn.norm import Norm
 from octofuse.nn.outliers import LLMInt8Linear
 from octofuse.nn.rows import check_blocks, check_rows, rows_of
+from octofuse.nn.two_level import TwoLevelLinear
 from octofuse.nn.weight_only import BCQLinear, CodebookLinear, PackedLinear, Sparse12Linear, WeightOnlyLinear
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Norm",
     "PackedLinear",
     "Sparse12Linear",
+    "TwoLevelLinear",
     "WeightOnlyLinear",
     "check_blocks",
     "check_rows",

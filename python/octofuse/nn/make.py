@@ -11,13 +11,14 @@ from octofuse.nn.delayed import DelayedFloat8Linear
 from octofuse.nn.frozen import FrozenLinear
 from octofuse.nn.linear import EightBitLinear, Float8Linear, Int8Linear, is_conv1d
 from octofuse.nn.outliers import LLMInt8Linear
+from octofuse.nn.two_level import TwoLevelLinear
 from octofuse.nn.weight_only import BCQLinear, CodebookLinear, PackedLinear, Sparse12Linear, WeightOnlyLinear
 from octofuse.quant import Scheme, WeightOnly
 
 QUANTISED = (EightBitLinear, PackedLinear)
 _PACKED: dict[str, Any] = {
     "grid": WeightOnlyLinear, "bcq": BCQLinear, "sparse12": Sparse12Linear, "nf4": CodebookLinear, "fp4": CodebookLinear,
-    "e4m3": CodebookLinear,
+    "e4m3": CodebookLinear, "two_level": TwoLevelLinear,
 }  # fmt: skip
 
 

@@ -83,6 +83,26 @@ def in_floating_point(x: Tensor, norm: Norm | None, gate: Activation | None, ord
     return x if order is None else ops.reorder(x, order, constants=True)
 
 
+def in_int8(
+    x: Tensor, norm: Norm | None, gate: Activation | None, order: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`in_floating_point` as int8, and the scale of each token, fp32 `[M, 1]`."""
+    check_is_norm(norm)
+    check_one_in_front(norm, gate)
+    if order is not None:  # of the columns: scales are the same in any
+        x, norm, gate = in_floating_point(x, norm, gate, order), None, None
+    found: Any
+    if gate is not None:
+        found = ops.gated_activation_quantize(x, gate, constants=True)
+    elif norm is None:
+        found = ops.quantize_per_token(x)
+    elif norm.kind == "rms_norm":
+        found = ops.rms_norm_quantize(x, norm.weight, norm.eps)
+    else:
+        found = ops.layer_norm_quantize(x, norm.weight, norm.bias, norm.eps)
+    return found  # type: ignore[no-any-return]
+
+
 def in_front(norm: Norm | None) -> dict[str, Any]:
     """How an op is asked for the norm, if there is one."""
     check_is_norm(norm)

@@ -1,4 +1,4 @@
-"""Linears with frozen weights of 1 to 8 bits and activations in floating point."""
+"""Linears with frozen weights of 1 to 8 bits; activations are in floating point, or become int8 token by token."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from octofuse.nn.frozen import FrozenLinear
 from octofuse.nn.gradient import multiplied
 from octofuse.nn.linear import weight_of
-from octofuse.nn.norm import Norm, in_floating_point, in_front
+from octofuse.nn.norm import Norm, in_floating_point, in_front, in_int8
 from octofuse.ops.activations import Activation
-from octofuse.ops.lowbit import bcq_linear, codebook_linear, dequantize_lowbit, sparse12_linear, woq_linear
+from octofuse.ops.dequantized import dequantize_lowbit
+from octofuse.ops.lowbit import bcq_linear, codebook_linear, sparse12_linear, woq_linear
 from octofuse.quant import WeightOnly, bcq, codebook, gptq, grid, sparse
 from octofuse.quant.packing import pack, pack_pairs, packed_rows, packed_words, row_parts
 
@@ -34,7 +35,7 @@ class PackedLinear(FrozenLinear):
     order: Tensor | None
     weight_name = "packed"
     scales: ClassVar[str] = "scale"  # the buffer, `[G, N]` or `[G, planes, N]`, that the weight is linear in
-    input_scale: ClassVar[Tensor | None] = None  # activations are in floating point
+    input_scale: ClassVar[Tensor | None] = None  # activations are in floating point, or quantised by the token
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class PackedLinear(FrozenLinear):
 
     @abstractmethod
     def _multiply(self, x: Tensor, **options: Any) -> Tensor:
-        """The op of this kind with the layer's tensors."""
+        """The op of this kind with the layer's tensors; a kind that may have int8 tokens takes another scale as well."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Of an x that requires it, with the gradient with respect to x."""
@@ -118,7 +119,10 @@ class PackedLinear(FrozenLinear):
         out_scale: Tensor | None = None,
         gated: bool = False,
     ) -> Tensor:
-        """act(norm(x) @ weight^T + bias) + residual, in one kernel up to 4 tokens (`ops.lowbit`).
+        """act(norm(x) @ weight^T + bias) + residual (`ops.lowbit`).
+
+        In one kernel up to 4 tokens; where the scheme has int8 tokens, one normalises or gates them and quantises, the next
+        multiplies. There x has the scales' dtype: beside another the weight becomes int8 for the call.
 
         Args:
             x: floating point `[..., K]`.
@@ -140,12 +144,17 @@ class PackedLinear(FrozenLinear):
         width = self.in_features * (1 if gate is None else 2)
         if x.shape[-1:] != (width,):
             raise ValueError(f"x: expected shape [..., {width}], got {list(x.shape)}")
+        epilogue: dict[str, Any] = {"activation": activation, "residual": residual, "out_scale": out_scale}
+        if self.scheme.has_int8_tokens:
+            q, x_scale = in_int8(_dense(x), norm, gate, self.order)
+            own: Tensor = getattr(self, self.scales)
+            # The scale's dtype is the output's: beside another one, in fp32, which loses nothing of either.
+            scale = own if own.dtype == x.dtype else own.float()
+            y = self._multiply(q, scale=scale, x_scale=x_scale, gated=gated, constant_weight=True, **epilogue)
+            return y if y.dtype in (x.dtype, torch.int8) else y.to(x.dtype)
         if gate is not None or self.order is not None:
             x, norm = in_floating_point(_dense(x), norm, gate, self.order), None
-        return self._multiply(
-            _dense(x), activation=activation, residual=residual, out_scale=out_scale, gated=gated, constant_weight=True,
-            **in_front(norm),
-        )  # fmt: skip
+        return self._multiply(_dense(x), gated=gated, constant_weight=True, **epilogue, **in_front(norm))
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, scheme={self.scheme.name}"
@@ -197,8 +206,8 @@ class WeightOnlyLinear(PackedLinear):
         w = dequantize_lowbit(*of_groups, "uniform", self.scheme.bits, self.scheme.group, self.in_features)
         return w if self.order is None else w[:, self.order.argsort()]
 
-    def _multiply(self, x: Tensor, **options: Any) -> Tensor:
-        of_groups = (self.scale, self.zeros, self.bias)
+    def _multiply(self, x: Tensor, *, scale: Tensor | None = None, **options: Any) -> Tensor:
+        of_groups = (self.scale if scale is None else scale, self.zeros, self.bias)
         return woq_linear(x, self.packed, *of_groups, bits=self.scheme.bits, group=self.scheme.group, **options)
 
 

@@ -24,6 +24,7 @@ from octofuse.ops.rows import (
     rms_norm_quantize,
 )
 from octofuse.ops.tuning import tune
+from octofuse.ops.two_level import two_level_linear
 
 _register.register(
     {
@@ -72,6 +73,7 @@ __all__ = [
     "sparse12_linear",
     "tune",
     "tune_cublaslt",
+    "two_level_linear",
     "weight_sums",
     "woq_linear",
 ]

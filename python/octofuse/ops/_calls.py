@@ -58,10 +58,10 @@ class RowLinearCall(NamedTuple):
 
 
 class LowbitCall(NamedTuple):
-    """`woq_linear`, `bcq_linear`, `sparse12_linear`, `codebook_linear`.
+    """`woq_linear`, `bcq_linear`, `sparse12_linear`, `codebook_linear`, `two_level_linear`.
 
-    kind: "uniform", "planes", "sparse12", "codebook", or "float8" of codes in e4m3.
-    zero_point: one for all groups, in place of zero. levels: of a codebook, 16.
+    kind: "uniform", "planes", "sparse12", "codebook", "two_level", or "float8" of codes in e4m3.
+    zero_point: one for all groups, in place of zero. levels: of a codebook, 16. group_scale: of "two_level".
     """
 
     x: Tensor
@@ -86,6 +86,7 @@ class LowbitCall(NamedTuple):
     gated: bool = False
     zero_point: int | None = None
     levels: list[float] | None = None
+    group_scale: Tensor | None = None
 
 
 class RowsCall(NamedTuple):

@@ -14,7 +14,9 @@ from octofuse.ops import cpu, lowbit
 from octofuse.ops._calls import LowbitCall
 from octofuse.ops._guard import dtype_name
 from octofuse.ops.activations import Activation, activation_named
-from octofuse.quant import codebook
+from octofuse.ops.dequantized import split_zero
+from octofuse.ops.two_level import two_level_linear
+from octofuse.quant import codebook, two_level
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def explain(*arguments: Any, **options: Any) -> Explanation:
     The first form: x `[..., K]`, w `[N, K]`, both int8 or both float8; what `linear`, `i8f16_linear` (out_dtype fp16, bf16,
     fp32), `i8i8_linear` (int8) or `i8i32_matmul` (int32) would run with a contiguous output. Of float8 also
     fast_accumulate, as `linear` has it, and block_scales: whether scales are those of blocks. The second: `woq_linear`,
-    `bcq_linear`, `sparse12_linear` or `codebook_linear` with all the arguments of the call.
+    `bcq_linear`, `sparse12_linear`, `codebook_linear` or `two_level_linear` with all the arguments of the call.
 
     Raises TypeError for another function, ValueError if no engine, or not the one asked for, can serve the call; and what
     the call itself raises for wrong arguments.
@@ -69,7 +71,7 @@ def explain(*arguments: Any, **options: Any) -> Explanation:
 _OUTPUTS = (torch.float16, torch.bfloat16, torch.float32, torch.int8)
 _OPERANDS = {"x": (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2), "w": (torch.int8, torch.float8_e4m3fn)}
 _KINDS = {lowbit.woq_linear: "uniform", lowbit.bcq_linear: "planes", lowbit.sparse12_linear: "sparse12",
-          lowbit.codebook_linear: "codebook"}  # fmt: skip
+          lowbit.codebook_linear: "codebook", two_level_linear: "two_level"}  # fmt: skip
 
 
 def _bound(function: Any, arguments: Any, options: Any) -> dict[str, Any]:
@@ -84,11 +86,14 @@ def _bound(function: Any, arguments: Any, options: Any) -> dict[str, Any]:
 
 def _call_of(function: Any, arguments: Any, options: Any) -> LowbitCall:
     """The struct that the function would hand on."""
-    given = {"zero": None, "offset": None, "bits": 8} | _bound(function, arguments, options)
+    no_norm = {"norm": None, "norm_weight": None, "norm_bias": None, "eps": 0.0}
+    given = {"zero": None, "offset": None, "bits": 8} | no_norm | _bound(function, arguments, options)
     if "alpha" in given:
         given["bits"] = lowbit.planes_of(given["alpha"])
         given["scale"] = given.pop("alpha")
-    given["zero"], given["zero_point"] = lowbit.split_zero(given["zero"])
+    given["zero"], given["zero_point"] = split_zero(given["zero"])
+    if "group_scale" in given:
+        given["bits"] = two_level.BITS
     if "levels" in given:
         kind, given["bits"], given["levels"] = codebook.stored_as(given["levels"])
         return LowbitCall(kind=kind, **given)

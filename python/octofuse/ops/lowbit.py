@@ -13,9 +13,12 @@ to be a multiple of 8, with zero points of 16; N is free where a row is one grou
 rows do not start at multiples of 16 bytes.
 
 int8 activations: up to 4 tokens as they are, exactly; more as numbers of the scale's dtype, which hold them (a copy).
+Beside a weight that is its rows' scales times integers of 8 bits (uniform codes of 2 and more bits, one scale for each row,
+the zero 2^(bits - 1); `two_level_linear`) they are multiplied as int8: sums are exact, and every engine gives the bits of
+`i8f16_linear` with these integers as its weight.
 
 On CPUs (engine "cpu", groups of whole multiples of 32 columns) codes become fp32 in registers, for one token, or in the
-first-level cache; sums are in fp32, in an order of K alone.
+first-level cache; sums are in fp32, in an order of K alone. Beside int8 x integers become int8, 64 rows at a time.
 
 All other calls (engine "dequantized": more than 256 tokens where N <= 1,920 and K > 1,920, more than 1,024 against 4 or
 more planes, fp32 activations on a GPU, other chips, groups other than 32, 64 and 128 times a power of two) multiply a
@@ -29,15 +32,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from octofuse import _C
 from octofuse.ops import rows
 from octofuse.ops._calls import LowbitCall, Scale, run
 from octofuse.ops.activations import Activation, activation_named
-from octofuse.ops.quantize import _per_tensor
-from octofuse.quant import bcq, codebook, grid, sparse
-from octofuse.quant.packing import unpack, unpack_pairs
+from octofuse.ops.dequantized import dequantized_linear, split_zero
+from octofuse.quant import codebook
 
 
 def woq_linear(
@@ -84,7 +85,8 @@ def woq_linear(
 
     Returns:
         `[..., N]`, gated `[..., N / 2]`, in x's dtype, for int8 in the scale's; int8 with out_scale. By the kernels a
-        token's bits are the same whatever else is in x: those of up to 4 tokens, those of "gemm", or those of "gemm_many".
+        token's bits are the same whatever else is in x: those of up to 4 tokens, those of "gemm", or those of "gemm_many";
+        of integers (above) the same by all.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
@@ -265,38 +267,6 @@ def codebook_linear(
     )  # fmt: skip
 
 
-def dequantize_lowbit(
-    packed: Tensor,
-    scale: Tensor,
-    zero: Tensor | int | None,
-    offset: Tensor | None,
-    kind: str,
-    bits: int,
-    group: int | None,
-    columns: int,
-    levels: list[float] | None = None,
-) -> Tensor:
-    """The weight, `[N, columns]` in the scale's dtype; kind: "uniform", "planes", "sparse12", "codebook" or "float8"."""
-    if offset is None:
-        w = _C.lowbit_dequantize(packed, scale, *split_zero(zero), kind, bits, group, levels, columns)
-        if w is not None:
-            return w
-    rows = scale.shape[-1]
-    if kind == "sparse12":
-        return sparse.dequantize(unpack_pairs(packed, rows, columns), scale.t(), columns, group)
-    codes = unpack(packed, bits, rows, columns, planes=kind == "planes", codebook=kind == "codebook")
-    if kind == "float8" or levels is not None:
-        return codebook.dequantize(codes, scale.t(), levels or codebook.E4M3, group)
-    if kind == "planes":
-        return bcq.dequantize(codes, scale.permute(2, 0, 1), None if offset is None else offset.t(), group)
-    return grid.dequantize(codes, scale.t(), zero.t() if isinstance(zero, Tensor) else zero, bits, group)
-
-
-def split_zero(zero: Tensor | int | None) -> tuple[Tensor | None, int | None]:
-    """A zero of each group and one for all, of which one is None."""
-    return (None, zero) if type(zero) is int else (zero, None)  # type: ignore[return-value]  # _C refuses a bool
-
-
 def planes_of(alpha: Tensor) -> int:
     """q of alpha `[G, q, N]`."""
     if not isinstance(alpha, Tensor) or alpha.dim() != 3:
@@ -307,7 +277,7 @@ def planes_of(alpha: Tensor) -> int:
 
 def _call(call: LowbitCall) -> Tensor:
     check_call(call)
-    result: Tensor = run("lowbit_linear", "lowbit_linear", call, _lowbit_linear)
+    result: Tensor = run("lowbit_linear", "lowbit_linear", call, lowbit_linear)
     return result
 
 
@@ -328,40 +298,16 @@ def check_call(call: LowbitCall) -> None:
         raise ValueError(f"offset: expected shape {[alpha.shape[0], alpha.shape[2]]}, got {list(offset.shape)}")
 
 
-def _lowbit_linear(call: LowbitCall) -> Tensor:
+def lowbit_linear(call: LowbitCall) -> Tensor:
+    """By a kernel, or by the engine "dequantized"."""
     y = _C.lowbit_linear(call)
     if y is not None:
         return y
     if not call.gated:
-        return _dequantized_linear(call)
-    y = _lowbit_linear(call._replace(gated=False, activation=None, out_scale=None))
+        return dequantized_linear(call)
+    y = lowbit_linear(call._replace(gated=False, activation=None, out_scale=None))
     constants = call.constant_weight and call.out_scale is None  # which nothing is promised about
     return rows.gated(y, call.activation, call.out_scale, constants=constants)
 
 
-def _dequantized_linear(call: LowbitCall) -> Tensor:
-    """The engine "dequantized", which every device has."""
-    x, scale = call.x, call.scale
-    if call.norm is not None:
-        x = rows.normed(call)
-    if call.x_scale is not None:
-        x = _in_floating_point(x, call.x_scale).to(scale.dtype)
-    zero = call.zero if call.zero_point is None else call.zero_point
-    stored = (call.packed, scale, zero, call.offset, call.kind, call.bits, call.group)
-    w = dequantize_lowbit(*stored, x.shape[-1], call.levels)
-    y = linear(x, w.to(x.dtype), None if call.bias is None else call.bias.to(x.dtype))
-    y = activation_named(call.activation)(y)
-    y = y if call.residual is None else (y + call.residual).to(y.dtype)
-    return y if call.out_scale is None else _per_tensor(y, call.out_scale)
-
-
-def _in_floating_point(x: Tensor, x_scale: Scale) -> Tensor:
-    tokens = x.reshape(-1, x.shape[-1])
-    if isinstance(x_scale, Tensor):
-        if x_scale.numel() not in (1, tokens.shape[0]):
-            raise ValueError(f"x_scale: expected 1 or {tokens.shape[0]} elements, got shape {list(x_scale.shape)}")
-        x_scale = x_scale.view(-1, 1)
-    return (tokens * x_scale).view(x.shape)
-
-
-IMPLEMENTATIONS: dict[str, Callable[[Any], Tensor]] = {"lowbit_linear": _lowbit_linear}
+IMPLEMENTATIONS: dict[str, Callable[[Any], Tensor]] = {"lowbit_linear": lowbit_linear}

@@ -44,7 +44,8 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
     Embeddings and norms stay whole, and a floating-point head but in fp16 or bf16 on compute capability 9.0, up to 4,096
     columns. Queries, keys and values are split by heads, the other linears by their outputs. What a linear reads is
     gathered in front of it where it is split, so every output is summed by one rank, as one device would: int8 and FP8
-    schemes give the bits of one device, whatever the number of ranks, and so do up to 4 tokens beside weights of few bits.
+    schemes, and weights of few bits beside int8 tokens, give the bits of one device, whatever the number of ranks, and so
+    do up to 4 tokens beside other weights of few bits.
     How sums of more tokens beside these, and of floating-point weights, are made may depend on a linear's outputs, and so
     on the number of ranks.
 

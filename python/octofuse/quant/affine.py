@@ -121,6 +121,7 @@ USUAL = (
     "w8a8-static", "w8a8-static-mse-smooth", "w8a8-static-tensor", "w4a16-g128-zp-gptq", "w4a16-g128-gptq",
     "w4a16-g128-awq", "w4a16-g128-mse", "w3a16-g128-gptq", "w2a16-g128-half-gptq", "bcq-q4-g128", "bcq-q2-g128",
     "sparse12-w7-g128", "nf4", "llm-int8", "fp8-dynamic", "fp8-static", "fp8-block128", "w8a16-fp8",
+    "w4a8-g128", "w4a8",
 )  # fmt: skip
 
 # All that there are, but for smoothing.

@@ -1,0 +1,250 @@
+// More than 4 tokens against low-bit weights on sm_90a: out[tokens, channels] = x * w^T. Weights cross memory as codes
+// and become fp16, bf16 or int8 in the registers of the threads that multiply them; tokens are of that type already.
+// gemm.cu has the kernels of fp16 and bf16, gemm_integer.cu those of int8.
+//
+// Words. Row tile: 16 output channels. k-block: 128 columns of K. Stage: the shared memory of one k-block; a ring is
+// several stages used in turn. K slice: a run of neighbouring k-blocks. Cluster: `split` blocks with the same outputs,
+// which divide the K slices. "Group" is two things: in kGroups, KRange and RingPosition a team of consumer warpgroups
+// with a ring of its own; in Groups and `segments` the columns that share a scale.
+//
+//   global memory         shared memory: one stage                  registers of a consumer warpgroup
+//   tokens        --TMA-> [run][token][128 bytes] ----------------> (wgmma reads its second operand where it lies)
+//   codes         --TMA-> [row tile][plane][lane's words]   --+
+//   scales        --TMA-> [segment][plane][channel]         --+---> weights: wgmma's first operand
+//   zero points   --TMA-> [segment][channel]                --+     sums: 64 channels x the block's tokens
+//                                                                     |
+//                         when K is done, in the rings' place:        |
+//   out   <-- formula --  sums [group][token][channel]  <-------------+
+//
+// Who does what:
+//   4 producer warps     (gemm_producer.cuh) one lane of each issues copies. With 4 groups a warp copies all that one
+//                        group reads; with 2, two warps copy weights and two tokens; with 1, one each, two are idle.
+//   barriers             full[stage]: its bytes have arrived. empty[stage]: the consumers have read it.
+//   consumer warpgroups  (gemm_consumer.cuh) 64 channels each: read the codes, make the operand of a run in registers
+//                        (64 columns, of int8 128), start wgmmas on it, and meanwhile make the next. More warpgroups
+//                        than the channels need form groups that divide K. With fewer groups than slices (the sums of
+//                        128 tokens take the registers of twice the threads) a group takes two, one after the other.
+//   then all consumers   leave their sums in the rings' place, add those of the groups, then through distributed shared
+//                        memory those of the cluster's blocks. Each block finishes every split-th token.
+//
+// How K is cut depends on N, K and the kind of weight alone (GemmShape), and slices are added as a fixed tree: a
+// token's bits depend neither on the other tokens nor on their number. Sums of int8 are exact: there the number of
+// tokens decides as well (integer_shape.h).
+//
+// Measured on an H200 and left out: int8 products of both bytes of a token, as for few tokens (their sums have to be
+// scaled for every k-block: twice as long at 64 tokens); two blocks an SM.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "lowbit/gemm_consumer.cuh"
+#include "lowbit/gemm_producer.cuh"
+#include "lowbit/shape.h"
+#include "octofuse/device.h"
+
+namespace octofuse::lowbit {
+
+// ---- the end ----
+
+// Four channels' sums of a token.
+template <class Sum>
+struct alignas(16) Quad {
+  Sum values[4];
+};
+
+// A thread's sums to [token][channel] in shared memory.
+template <class Traits>
+__device__ void store_sums(const typename Traits::Sum (&sums)[Traits::kSums], typename Traits::Sum* outputs) {
+  const int thread = static_cast<int>(threadIdx.x) % Traits::kGroupThreads;
+#pragma unroll
+  for (int i = 0; i < Traits::kSums; ++i) {
+    const int token = i / 4 * 8 + thread % 4 * 2 + i % 2;
+    outputs[token * Traits::kPitch + thread / 32 * kTileRows + thread % 32 / 4 + i / 2 % 2 * 8] = sums[i];
+  }
+}
+
+// The sum of kCount numbers (but those from `count` on) as a tree: of neighbours, of neighbouring sums, and so on. So K
+// slices give the same bits in whichever groups and blocks they are.
+template <int kCount, class Sum>
+__device__ inline Quad<Sum> sum_of(Quad<Sum> (&v)[kCount], int count) {
+#pragma unroll
+  for (int apart = 1; apart < kCount; apart *= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2 * apart) {
+      if (i + apart >= count) continue;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[i].values[j] = add(v[i].values[j], v[i + apart].values[j]);
+    }
+  }
+  return v[0];
+}
+
+// The outputs that a thread adds up and finishes: 4 channels of a token, then of every kStep-th one behind it.
+template <class Traits>
+struct OutputQuad {
+  static constexpr int kOfToken = Traits::kChannels / 4;
+  static constexpr int kStep = Traits::kConsumers / kOfToken;
+  int token, channel;
+
+  __device__ OutputQuad()
+      : token(static_cast<int>(threadIdx.x) / kOfToken), channel(static_cast<int>(threadIdx.x) % kOfToken * 4) {}
+  __device__ int at(int of_token) const { return of_token * Traits::kPitch + channel; }
+};
+
+// Adds the groups' sums, in the place of the first group's.
+template <class Traits>
+__device__ void add_groups(const GemmArgs& args, typename Traits::Sum* outputs) {
+  if constexpr (Traits::kGroups > 1) {
+    barrier_sync<kConsumerBarrier, Traits::kConsumers>();
+    OutputQuad<Traits> quad;
+#pragma unroll 1
+    for (int token = quad.token; token < min(Traits::kTokens, args.m); token += OutputQuad<Traits>::kStep) {
+      Quad<typename Traits::Sum> v[Traits::kGroups];
+#pragma unroll
+      for (int i = 0; i < Traits::kGroups; ++i) {
+        v[i] = *reinterpret_cast<const Quad<typename Traits::Sum>*>(outputs + i * Traits::kOutputs + quad.at(token));
+      }
+      *reinterpret_cast<Quad<typename Traits::Sum>*>(outputs + quad.at(token)) = sum_of(v, Traits::kGroups);
+    }
+  }
+}
+
+template <class Sum>
+__device__ inline Quad<Sum> load_sums(uint32_t local, int block) {
+  const int4 bits = wgmma::load_from_block(local, static_cast<uint32_t>(block));
+  return reinterpret_cast<const Quad<Sum>&>(bits);
+}
+
+// Every block of the cluster adds up and finishes every args.split-th token.
+template <class Traits>
+__device__ void finish(const GemmArgs& args, const typename Traits::Sum* outputs) {
+  using Stored = std::conditional_t<Traits::kIntegers, int32_t, float>;
+  const uint32_t local = cute::cast_smem_ptr_to_uint(outputs);
+  const int token0 = first_token<Traits>(args);
+  OutputQuad<Traits> quad;
+  const int n = static_cast<int>(blockIdx.x) * Traits::kChannels + quad.channel;
+  if (n >= args.n) return;
+#pragma unroll 1
+  for (int token = quad.token * args.split + static_cast<int>(blockIdx.y); token < min(Traits::kTokens, args.m);
+       token += OutputQuad<Traits>::kStep * args.split) {
+    const Addends<4> addends = args.epilogue.load<4>(token0 + token, n);
+    Quad<typename Traits::Sum> v[kMostSplit];
+#pragma unroll
+    for (int block = 0; block < kMostSplit; ++block) {
+      if (block < args.split) v[block] = load_sums<typename Traits::Sum>(local + quad.at(token) * 4, block);
+    }
+    const Quad<typename Traits::Sum> sum = sum_of(v, args.split);
+    Stored y[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) y[i] = static_cast<Stored>(sum.values[i]);
+    args.epilogue.store(y, addends, token0 + token, n);
+  }
+}
+
+// A consumer warpgroup's way: the sums of its group's K slices, which it leaves in shared memory and adds to the
+// others'.
+template <class Traits>
+__device__ void multiply_slices(const GemmArgs& args, char* ring, Barriers& barriers) {
+  constexpr int kWarpgroups = Traits::kGroupThreads / 128;
+  const int group = wgmma::warpgroup_of(static_cast<int>(threadIdx.x)) / kWarpgroups;
+  RingPosition at(group, args.layout.stages);
+  typename Traits::Sum sums[Traits::kSums];
+  typename Traits::Sum total[Traits::kSums];
+#pragma unroll 1
+  for (int i = 0; i < Traits::kSlicesOfGroup; ++i) {
+    const KRange<Traits> range(args, group, i, 1);
+    multiply_blocks<Traits>(args, range.end - range.first, ring, barriers, at, sums);
+#pragma unroll
+    for (int j = 0; j < Traits::kSums; ++j) total[j] = i == 0 ? sums[j] : add(total[j], sums[j]);
+  }
+  barrier_sync<kConsumerBarrier, Traits::kConsumers>();  // nobody reads the rings any more
+  auto* const outputs = reinterpret_cast<typename Traits::Sum*>(ring);
+  store_sums<Traits>(total, outputs + group * Traits::kOutputs);
+  add_groups<Traits>(args, outputs);
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_constant__ GemmArgs args) {
+  extern __shared__ __align__(1024) char memory[];
+  Barriers& barriers = *reinterpret_cast<Barriers*>(memory);
+  char* const ring = memory + kBarrierBytes + Traits::kTableBytes;
+  const int thread = static_cast<int>(threadIdx.x);
+  // The compiler knows this condition to be the same for a warp, and keeps descriptors in uniform registers.
+  const bool is_producer = wgmma::warpgroup_of(thread) == Traits::kConsumers / 128;
+  const int warp = thread / 32 - Traits::kConsumers / 32;
+  // The four producer warps: with four groups warp i copies all of group i; with two, warps 0 and 1 copy weights, 2 and
+  // 3 tokens; with one, warp 0 weights, warp 1 tokens. Consumers compute these three as well, and do not use them.
+  const Producer<Traits> producer(args, barriers, ring, warp & (Traits::kGroups - 1));
+  const bool copies_weights = warp < Traits::kGroups;
+  const bool copies_tokens = Traits::kGroups == 4 || warp / Traits::kGroups == 1;
+  if (is_producer) {
+    if (thread % 32 == 0 && copies_weights) producer.init();
+    __syncwarp();
+    if constexpr (Traits::kGroups < 4) barrier_sync<kProducerBarrier, 128>();  // other warps copy the tokens
+    if (thread % 32 == 0) producer.start(copies_weights, copies_tokens);
+    __syncwarp();
+  }
+  if constexpr (Traits::Code::kCodebook) {  // the consumers' warps, who read it, fill it
+    CodebookDequantizer<Traits::kType>::template fill<Traits::kConsumers>(
+        reinterpret_cast<uint32_t*>(ring - Traits::kTableBytes), args.levels);
+  }
+  __syncthreads();
+  launch_dependents();
+  // For 128 tokens producers hand registers to the consumers, whose sums need more than an equal share. Behind the
+  // point where both roles meet again ptxas allocates for the smaller number: so the sums leave registers before it.
+  if (is_producer) {
+    if constexpr (Traits::kTokens > 64) cutlass::arch::warpgroup_reg_dealloc<56>();
+    if (thread % 32 == 0 && (copies_weights || copies_tokens)) producer.run(copies_weights, copies_tokens);
+  } else {
+    if constexpr (Traits::kTokens > 64) cutlass::arch::warpgroup_reg_alloc<Traits::kConsumers == 256 ? 224 : 152>();
+    multiply_slices<Traits>(args, ring, barriers);
+    // finish() reads x_scale, bias and residual. A full barrier implies that producers have waited, but an empty K
+    // slice has none.
+    wait_for_predecessors();
+  }
+  __syncwarp();
+  // Every thread of the blocks that share K meets here, in one place of the code: the sums are where the others look.
+  if (args.split == 1) {
+    __syncthreads();
+  } else {
+    cute::cluster_arrive();
+    cute::cluster_wait();
+  }
+  if (!is_producer) finish<Traits>(args, reinterpret_cast<typename Traits::Sum*>(ring));
+  __syncwarp();
+  if (args.split > 1) {  // a block outlives the others' reads of its memory
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
+  }
+}
+
+// ---- launch ----
+
+template <class Traits>
+GemmKernel gemm_kernel_of() {
+  static DeviceFlags raised;
+  return kernel_of<Traits>(reinterpret_cast<const void*>(gemm_kernel<Traits>), &raised);
+}
+
+// A call by the kernel for its weight and shape.
+// split: blocks that share K.
+inline void launch_gemm(const LowbitArgs& given, const GemmKernel& kernel, int split, int device, cudaStream_t stream) {
+  const Weight w(given);
+  allow_shared_memory(kernel.function, kMostShared, device, *kernel.raised);
+  GemmArgs args = gemm_args_of(given, w, kernel, split * kernel.slices, std::min(given.m, kernel.tokens),
+                               kernel.tokens * kBlockK * kernel.token_size, is_chained(stream, device));
+  args.split = split;
+  // At least 2: a stage comes free when the next one is being multiplied.
+  const int room = kMostShared - kBarrierBytes - kernel.table_bytes;
+  args.layout.stages = std::min(room / args.layout.stage, kMostStages) / kernel.groups;
+  const int outputs = kernel.tokens * pitch_of(kernel.channels) * 4;
+  const int shared =
+      kBarrierBytes + kernel.table_bytes + kernel.groups * std::max(args.layout.stages * args.layout.stage, outputs);
+  const auto channels = static_cast<unsigned>(ceil_div(given.n, kernel.channels));
+  const auto tiles = static_cast<unsigned>(ceil_div(given.m, kernel.tokens));
+  const auto blocks = static_cast<unsigned>(split);
+  launch_kernel("lowbit_gemm", kernel.function, dim3(channels, blocks, tiles),
+                dim3(static_cast<unsigned>(kernel.threads)), shared, dim3(1, blocks), args.chained, &args, stream);
+}
+
+}  // namespace octofuse::lowbit
