@@ -154,24 +154,6 @@ def prompts() -> str:
     return f"{lines(('M, N, K', 'fp16', *names), rows)}\n\nfp16 over w4a16, geometric mean: {'; '.join(means)}."
 
 
-def w4a8() -> str:
-    """Times; and those of int8 weights over those of 4 bits, by tokens."""
-    found = result("h200/w4a8")["rows"]
-    rows = []
-    for row in found:
-        if row["M"] in (1, 8, 64, 256, 2048):
-            pair = f"{us(row['w4a8-g128'])} / {us(row['w4a8-g128, chained'])}"
-            values = [us(row[name]) for name in ("fp16 F.linear", "w8a8", "w4a16-g128", "w4a8")]
-            shape = f"{row['M']}, {row['N']}, {row['K']}"
-            rows.append((shape, *values, pair, us(row["w4a8-g128, quantised"])))
-    heads = ("M, N, K", "fp16", "w8a8", "w4a16-g128", "w4a8", "w4a8-g128", "quantised and w4a8-g128")
-    means = []
-    for m in sorted({row["M"] for row in found}):
-        gains = [row["w8a8"] / row["w4a8-g128"] for row in found if row["M"] == m]
-        means.append(f"{m} {geometric_mean(gains):.2f} ({min(gains):.2f})")
-    return f"{lines(heads, rows)}\n\nw8a8 over w4a8-g128 by tokens, geometric mean (worst): {'; '.join(means)}."
-
-
 def codebook() -> str:
     names = ("fp16 F.linear", "w4a16-g64", "nf4", "bitsandbytes", "w8a16", "w8a16-fp8")
     tokens = (1, 4, 16, 64, 128, 512)
@@ -336,7 +318,7 @@ def files() -> str:
 
 def versions() -> str:
     found = result("h200/gemm")
-    names = ("tests", "gemm", "float8", "decode", "gpt2", "lowbit", "prompts", "w4a8", "codebook", "outliers", "files",
+    names = ("tests", "gemm", "float8", "decode", "gpt2", "lowbit", "prompts", "codebook", "outliers", "files",
              "parallel")  # fmt: skip
     ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in names]
     return (
@@ -348,7 +330,7 @@ def versions() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        highlights, schemes, costs, gemm, float8, lowbit, prompts, w4a8, codebook, outliers, decoders, decoder_loads,
+        highlights, schemes, costs, gemm, float8, lowbit, prompts, codebook, outliers, decoders, decoder_loads,
         decoders_h100, decoder_loads_h100, parallel, gathers, gpt2, batches, files, cpu_avx2, cpu_avx512, llama_cpp,
         machines, tests, versions,
     )

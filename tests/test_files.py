@@ -41,6 +41,8 @@ COMPRESSED: dict[str, dict[str, Any]] = {
     "w5a16 asymmetric": {"bits": 5, "strategy": "group", "group": 32, "packed": True, "symmetric": False},
     "w2a16": {"bits": 2, "strategy": "group", "group": 32, "packed": True},
     "w4a8": {"bits": 4, "strategy": "group", "group": 32, "activations": TOKEN},
+    "w4a8 channels": {"bits": 4, "packed": True, "activations": TOKEN},
+    "w6a8 channels": {"bits": 6, "activations": TOKEN},
 }
 KINDS = ("llama", "qwen3", "opt", "mistral")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "ffn_dim": 128, "word_embed_proj_dim": 64, "n_embd": 64}
@@ -109,7 +111,8 @@ def test_compressed_tensors(variant: str, dtype: torch.dtype, tmp_path: Path) ->
         source = model_of(kind, dtype)
         tensors, config, weights = compressed(source, **COMPRESSED[variant])
         folder = write_folder(source, tmp_path / kind, tensors, config)
-        activations = COMPRESSED[variant].get("activations") if variant.startswith("w8a8") else None
+        quantises = variant.startswith("w8a8") or variant.endswith("a8 channels")
+        activations = COMPRESSED[variant].get("activations") if quantises else None
         model = check(folder, source, weights, activations)
         kinds = {type(module) for module in model.modules()} & {Int8Linear, WeightOnlyLinear}
         assert kinds == {Int8Linear if variant.startswith("w8a8") else WeightOnlyLinear}

@@ -22,7 +22,8 @@ needs_theirs = pytest.mark.skipif(
     importlib.util.find_spec("compressed_tensors") is None, reason="needs compressed-tensors"
 )
 SCHEMES = ("w8a8-dynamic", "w8a8-static", "w8a8-static-tensor", "w8a16", "w8a16-g32-zp", "w4a16-g32", "w4a16",
-           "w4a16-g64-zp", "w3a16-g32", "w2a16-g32-zp", "w6a16-g32-mse", "w8a16-fp8", "w8a16-fp8-g32")  # fmt: skip
+           "w4a16-g64-zp", "w3a16-g32", "w2a16-g32-zp", "w6a16-g32-mse", "w8a16-fp8", "w8a16-fp8-g32",
+           "w4a8", "w3a8-mse")  # fmt: skip
 TOKENS = torch.randint(1, 97, (2, 11), generator=torch.Generator().manual_seed(1))
 
 STOCK = """
@@ -55,7 +56,7 @@ def test_read_again_it_has_the_same_bits(scheme: str, dtype: torch.dtype, tmp_pa
 
 @needs_theirs
 @pytest.mark.parametrize(
-    "scheme", ["w8a8-dynamic", "w8a8-static", "w8a16", "w4a16-g32", "w3a16-g32", "w8a16-fp8", "w8a16-fp8-g32"]
+    "scheme", ["w8a8-dynamic", "w8a8-static", "w8a16", "w4a16-g32", "w3a16-g32", "w8a16-fp8", "w8a16-fp8-g32", "w4a8"]
 )
 def test_stock_transformers_reads_it(scheme: str, tmp_path: Path) -> None:
     """In a process without octofuse. Its int8 activations have a step of amax / 127.5, ours one of amax / 127."""
@@ -90,6 +91,7 @@ def test_mixed_schemes_shards_and_heads(tmp_path: Path) -> None:
             r"model\.layers\.0\..*: expected a scheme that compressed-tensors knows, got w4a16-g32-half; its zero lies",
         ),
         ("llama", "bcq-q3-g32", r"expected a scheme that compressed-tensors knows, got bcq-q3-g32"),
+        ("llama", "w4a8-g32", r"expected a scheme that compressed-tensors knows, got w4a8-g32"),
         ("gpt2", "w8a8-dynamic", r"transformer\.h\.0\..*: expected nn\.Linear, got Conv1D"),
     ],
 )
