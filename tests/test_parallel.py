@@ -47,7 +47,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {"residual_multiplier": 0.5}),
 }
 SCHEMES = ("w8a8-dynamic", "w8a8-static", "w8a8-static-tensor", "fp8-dynamic", "fp8-static", "fp8-delayed", "llm-int8",
-           "w8a16", "w4a16-g32-zp", "w3a16", "bcq-q2-g32", "sparse12-w7", "nf4", "w8a16-fp8")  # fmt: skip
+           "w8a16", "w4a16-g32-zp", "w3a16", "bcq-q2-g32", "sparse12-w7", "nf4", "w8a16-fp8", "w4a8-g32", "w3a8")  # fmt: skip
 
 
 def model_of(family: str, scheme: str | None) -> Any:
@@ -84,12 +84,14 @@ CASES += [
     ("phi3", "w4a16-g32-zp"),
     ("gpt_neox", "bcq-q2-g32"),
     ("qwen3", "fp8-dynamic"),
+    ("gpt2", "w4a8-g32"),
+    ("qwen3", "w4a8"),
 ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_number_of_ranks_gives_the_same_bits(ranks: int, tmp_path: Path) -> None:
-    cases = CASES if ranks == 2 else CASES[::3]
+    cases = CASES if ranks == 2 else [*CASES[::3], ("llama", "w4a8-g32")]
     if ranks == 4:
         cases = [case for case in cases if "three" not in case[0]]
     assert on_ranks(ranks, tmp_path, differences, cases) == [[]] * ranks
@@ -163,6 +165,7 @@ def test_rows_are_those_of_the_whole(scheme: str, runs: list[range]) -> None:
 def test_two_gpus_give_the_bits_of_one(tmp_path: Path) -> None:
     cases = [("llama", scheme) for scheme in ("w8a8-dynamic", "w8a8-static", "fp8-dynamic", "fp8-static", "llm-int8")]
     cases += [(kind, scheme) for kind in ("gpt2", "opt", "qwen3") for scheme in ("w8a8-dynamic", "fp8-static")]
+    cases += [("llama", "w4a8-g128"), ("qwen3", "w4a8")]
     assert on_ranks(2, tmp_path, differences_on_gpus, cases, device="cuda") == [[], []]
 
 
