@@ -35,6 +35,7 @@ ENGINES: dict[str, tuple[str | None, str | None, str | None]] = {
     "octofuse w8a8-dynamic": ("w8a8-dynamic", INT8_HEAD, None),
     "octofuse w8a8-static": ("w8a8-static", INT8_HEAD, None),
     "octofuse w4a16-g128": ("w4a16-g128", INT8_HEAD, None),
+    "octofuse w4a8-g128": ("w4a8-g128", INT8_HEAD, None),
     "octofuse w8a8-dynamic, int8 cache": ("w8a8-dynamic", INT8_HEAD, "int8"),
     "octofuse bcq-q3-g128": ("bcq-q3-g128", INT8_HEAD, None),
     "octofuse bcq-q2-g128": ("bcq-q2-g128", INT8_HEAD, None),
@@ -43,7 +44,7 @@ OTHERS = ("transformers eager", "transformers compiled", "torchao int8 compiled"
 USUAL = ("octofuse fp16", "octofuse w8a8-dynamic", "octofuse w4a16-g128")
 # What is measured of each model by default.
 PLAN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "Llama-3.1-8B": ((*OTHERS, *USUAL), PARTS),
+    "Llama-3.1-8B": ((*OTHERS, *USUAL, "octofuse w4a8-g128"), PARTS),
     "Llama-3.2-1B": (USUAL, ("one", "budget")),
     "Qwen3-4B": (USUAL, ("one",)),
     "OPT-30B": (

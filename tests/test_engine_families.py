@@ -43,7 +43,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {kind: (kind, {}) for kind in 
         {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 3.0},
     ),
 }  # fmt: skip
-SCHEMES = ("w8a8-dynamic", "w8a8-static-smooth", "w8a16", "w4a16-g32-zp", "bcq-q3-g32", "w8a16-fp8")
+SCHEMES = ("w8a8-dynamic", "w8a8-static-smooth", "w8a16", "w4a16-g32-zp", "bcq-q3-g32", "w8a16-fp8", "w4a8-g32")
 
 
 def made(kind: str, settings: dict[str, Any]) -> Any:

@@ -14,7 +14,8 @@ from helpers import DEVICES
 from octofuse.nn import FloatingLinear, Norm, fused_layer, quantised_layer
 from octofuse.quant import scheme_named
 
-SCHEMES = ("w8a8-dynamic", "w4a16-g128", "w3a16-g64-zp", "bcq-q3-g128", "sparse12-w7-g128", "nf4", "w8a16-fp8", None)
+SCHEMES = ("w8a8-dynamic", "w4a16-g128", "w3a16-g64-zp", "bcq-q3-g128", "sparse12-w7-g128", "nf4", "w8a16-fp8",
+           "w4a8-g64", "w4a8", None)  # fmt: skip
 K, N = 192, 48
 
 

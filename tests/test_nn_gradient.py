@@ -26,7 +26,7 @@ def gradient(layer: nn.Module, x: Tensor, dy: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, "w4a8-g32", "w4a8"])
 def test_of_weights_of_few_bits(scheme: str, device: str) -> None:
     """The product with the weight that the layer stands for."""
     dtype = torch.float16 if device == "cuda" else torch.float32

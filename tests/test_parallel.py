@@ -47,7 +47,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {"residual_multiplier": 0.5}),
 }
 SCHEMES = ("w8a8-dynamic", "w8a8-static", "w8a8-static-tensor", "fp8-dynamic", "fp8-static", "fp8-delayed", "llm-int8",
-           "w8a16", "w4a16-g32-zp", "w3a16", "bcq-q2-g32", "sparse12-w7", "nf4", "w8a16-fp8", "w4a8-g32", "w3a8")  # fmt: skip
+           "w8a16", "w4a16-g32-zp", "w3a16", "bcq-q2-g32", "sparse12-w7", "nf4", "w8a16-fp8", "w4a8-g32",
+           "w3a8")  # fmt: skip
 
 
 def model_of(family: str, scheme: str | None) -> Any:

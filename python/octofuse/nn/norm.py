@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from octofuse import ops
 from octofuse.ops.activations import Activation
 
+_UNKNOWN = "norm: expected kind 'layer_norm' or 'rms_norm', got {!r}"
+
 
 class Norm(NamedTuple):
     """A norm over the last dimension; kind: "layer_norm" or "rms_norm"; weight and bias `[K]`, or None."""
@@ -51,7 +53,18 @@ class Norm(NamedTuple):
             return ops.rms_norm(x, self.weight, self.eps, constants=constants, order=order)
         if self.kind == "layer_norm":
             return ops.layer_norm(x, self.weight, self.bias, self.eps, constants=constants, order=order)
-        raise ValueError(f"norm: expected kind 'layer_norm' or 'rms_norm', got {self.kind!r}")
+        raise ValueError(_UNKNOWN.format(self.kind))
+
+    def in_int8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x as int8 `[..., K]`, and the scale of each token, fp32 `[M, 1]`; raises what the norm does."""
+        found: Any
+        if self.kind == "rms_norm":
+            found = ops.rms_norm_quantize(x, self.weight, self.eps)
+        elif self.kind == "layer_norm":
+            found = ops.layer_norm_quantize(x, self.weight, self.bias, self.eps)
+        else:
+            raise ValueError(_UNKNOWN.format(self.kind))
+        return found  # type: ignore[no-any-return]
 
     def options(self) -> dict[str, Any]:
         """As `quantized_linear` and `woq_linear` take it."""
@@ -91,16 +104,9 @@ def in_int8(
     check_one_in_front(norm, gate)
     if order is not None:  # of the columns: scales are the same in any
         x, norm, gate = in_floating_point(x, norm, gate, order), None, None
-    found: Any
     if gate is not None:
-        found = ops.gated_activation_quantize(x, gate, constants=True)
-    elif norm is None:
-        found = ops.quantize_per_token(x)
-    elif norm.kind == "rms_norm":
-        found = ops.rms_norm_quantize(x, norm.weight, norm.eps)
-    else:
-        found = ops.layer_norm_quantize(x, norm.weight, norm.bias, norm.eps)
-    return found  # type: ignore[no-any-return]
+        return ops.gated_activation_quantize(x, gate, constants=True)  # type: ignore[return-value]
+    return ops.quantize_per_token(x) if norm is None else norm.in_int8(x)
 
 
 def in_front(norm: Norm | None) -> dict[str, Any]:
