@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench_lowbit import Call, float_calls, lowbit_calls, times_of
+from bench_lowbit import Call, float_calls, lowbit_calls, times_of, warm_up
 
 SHAPES = ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (12288, 12288))
 TOKENS = (256, 512, 1024, 2048, 4096)
@@ -17,9 +17,7 @@ KINDS = (("w8a16", "uniform", 8), ("w4a16", "uniform", 4), ("w3a16", "uniform", 
 
 
 def run(smoke: bool) -> dict[str, Any]:
-    warm = torch.randn(8192, 8192, device="cuda").half()
-    for _ in range(1 if smoke else 100):
-        warm @ warm
+    warm_up(smoke)
     rows = []
     for n, k in SHAPES[:1] if smoke else SHAPES:
         for m in TOKENS:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 import octofuse
-from bench_lowbit import CHAINED, Call, copies, float_calls, lowbit_calls, times_of
+from bench_lowbit import CHAINED, Call, copies, float_calls, lowbit_calls, times_of, warm_up
+from bench_prompts import SHAPES
 from octofuse.quant.packing import packed_rows, packed_words
 
-SHAPES = ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (12288, 12288))
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 GROUP = 128
 
@@ -54,9 +54,7 @@ def int4_calls(m: int, n: int, k: int, group: int | None, quantises: bool = Fals
 
 
 def run(smoke: bool) -> dict[str, Any]:
-    warm = torch.randn(8192, 8192, device="cuda").half()
-    for _ in range(1 if smoke else 100):
-        warm @ warm
+    warm_up(smoke)
     rows = []
     for n, k in SHAPES[:1] if smoke else SHAPES:
         for m in TOKENS:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 KINDS = [("uniform", bits, zeros) for bits in range(1, 9) for zeros in (False, True)]
 KINDS += [("planes", bits, False) for bits in (1, 3, 8)]
 KINDS += [("sparse12", 7, False), ("codebook", 4, False), ("float8", 8, False)]
-# Each tile of gemm_many.cu, one round of them and more, and less than a tile.
+# Each tile of gemm_many, one round of them and more, and less than a tile.
 MANY = [(208, 104), (1600, 2176), (4352, 1600), (10240, 256), (16896, 256)]
 
 

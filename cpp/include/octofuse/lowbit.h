@@ -22,9 +22,9 @@
 // two, by which they become integers of 16 bits. Products of these run on int8 or binary tensor cores and are exact;
 // those of a codebook's levels, integers of 16 bits as well, but for 2^-16 of the largest. Beside float8 the values
 // become fp16, and tensor cores add their products in fp32. Sums over groups are in fp32, in an order of K alone. More
-// tokens (lowbit/gemm.cu, lowbit/gemm_many.cu): weights are rounded once, to x's type, and multiplied on its tensor
-// cores, with sums in fp32, in an order of N and K in the one and of K alone in the other. So a token's bits do not
-// depend on the other tokens.
+// tokens (lowbit/gemm_kernel.cuh, lowbit/gemm_many_kernel.cuh): weights are rounded once, to x's type, and multiplied
+// on its tensor cores, with sums in fp32, in an order of N and K in the one and of K alone in the other. So a token's
+// bits do not depend on the other tokens.
 #pragma once
 
 #include <array>

@@ -60,8 +60,8 @@ __device__ inline void wait_for_all_copies() { asm volatile("cp.async.wait_all;"
 // of these sets.
 constexpr int kRowBarrier = 1;       // rows/: and the next six: the threads that share a row
 constexpr int kStreamBarrier = 8;    // gemm/skinny/: the streaming warps
-constexpr int kConsumerBarrier = 1;  // lowbit/gemm.cu: the warps that multiply
-constexpr int kProducerBarrier = 2;  // lowbit/gemm.cu: the warps that copy
+constexpr int kConsumerBarrier = 1;  // lowbit/gemm_kernel.cuh: the warps that multiply
+constexpr int kProducerBarrier = 2;  // lowbit/gemm_kernel.cuh: the warps that copy
 
 // Waits for kThreads threads, whole warps, of which this is one. The number is an immediate: for one that is computed
 // the compiler would reserve all 16 barriers.

@@ -1,4 +1,4 @@
-// What gemm.cu and gemm_many.cu share: a kernel at compile time, and what the host hands to it.
+// What gemm_kernel.cuh and gemm_many_kernel.cuh share: a kernel at compile time, and what the host hands to it.
 #pragma once
 
 #include <algorithm>

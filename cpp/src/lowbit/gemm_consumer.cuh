@@ -1,4 +1,4 @@
-// The consumer warps of gemm.cu, and their arithmetic for gemm_many.cu: they dequantise a k-block's codes in registers
+// The consumer warps of gemm, and their arithmetic for gemm_many: they dequantise a k-block's codes in registers
 // and multiply them by the tokens there.
 #pragma once
 

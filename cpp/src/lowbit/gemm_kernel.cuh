@@ -226,8 +226,7 @@ GemmKernel gemm_kernel_of() {
   return kernel_of<Traits>(reinterpret_cast<const void*>(gemm_kernel<Traits>), &raised);
 }
 
-// A call by the kernel for its weight and shape.
-// split: blocks that share K.
+// Launches one kernel; split: blocks that divide K.
 inline void launch_gemm(const LowbitArgs& given, const GemmKernel& kernel, int split, int device, cudaStream_t stream) {
   const Weight w(given);
   allow_shared_memory(kernel.function, kMostShared, device, *kernel.raised);

@@ -1,4 +1,4 @@
-// The end of a tile of gemm_many.cu: from a consumer warpgroup's sums in registers to 64 channels of output rows, kPart
+// The end of a tile of gemm_many: from a consumer warpgroup's sums in registers to 64 channels of output rows, kPart
 // tokens at a time through shared memory. Thread t of the warpgroup holds sum i of token i / 4 * 8 + t % 4 * 2 + i % 2
 // and channel t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8.
 //

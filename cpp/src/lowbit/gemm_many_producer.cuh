@@ -1,4 +1,4 @@
-// What a block of gemm_many.cu works on, tile after tile, and its producer warps, which copy that into shared memory by
+// What a block of gemm_many works on, tile after tile, and its producer warps, which copy that into shared memory by
 // TMA.
 #pragma once
 

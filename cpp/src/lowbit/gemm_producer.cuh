@@ -1,4 +1,4 @@
-// What a block of gemm.cu works on, and its producer warps, which copy that into shared memory by TMA.
+// What a block of gemm_kernel.cuh works on, and its producer warps, which copy that into shared memory by TMA.
 #pragma once
 
 #include "device/chain.cuh"

@@ -23,7 +23,7 @@ void copy_rows(LowbitArgs& args, DType type, int device, Stream stream, const Al
   args.x_is_int8 = type == DType::kInt8;
 }
 
-// What gemm.cu and gemm_many.cu read x as. int8 values are exact in any type.
+// What gemm and gemm_many read x as. int8 values are exact in any type.
 DType gemm_type(const LowbitArgs& args) { return has_integers(args) ? DType::kInt8 : args.type; }
 
 // They read it by TMA.

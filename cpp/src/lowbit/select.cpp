@@ -88,7 +88,8 @@ bool is_better_dequantised(const LowbitProblem& problem) {
 // The same of products of integers, whose bits do not depend on the engine.
 const char* why_slower_integer(LowbitEngine engine, const LowbitProblem& problem, const Capability& capability) {
   const bool has_gemm = why_not_gemm(problem, capability) == nullptr;
-  // Measured from 1,024 x 4,096 to 57,344 x 8,192: 3 or 4 tokens with so many columns leave little room for weights.
+  // Of 3 or 4 tokens so many columns leave little room for weights (measured with 4 tokens on six layers: 4096 x 14336
+  // alone, which has more, is faster by gemm).
   constexpr int kMostBlocks = 80;
   const bool is_long = problem.m > 2 && lowbit::k_blocks_of(problem.k) > kMostBlocks;
   if (engine == LowbitEngine::kGemvInt8 && has_gemm && is_long) return "slower: so many columns of 3 or 4 tokens";

@@ -132,7 +132,7 @@ constexpr bool binary_gemv_takes_gate(const LowbitProblem& problem, int shared_m
   return problem.n % (2 * kTileRows) == 0 && least_binary_gemv_of(problem, 2) <= shared_memory;
 }
 
-// ---- gemm.cu ----
+// ---- gemm_kernel.cuh ----
 
 constexpr int kMostSplit = 4;                             // blocks of a cluster
 constexpr int64_t kMostGemmTokens = int64_t{64} * 65535;  // a grid has no more blocks in z, of 64 tokens at least then
@@ -208,7 +208,7 @@ void with_shape(const GemmShape& shape, F f) {
   with_channels(std::integral_constant<int, 64>());
 }
 
-// ---- gemm_many.cu ----
+// ---- gemm_many_kernel.cuh ----
 
 constexpr int kSharing = 2;        // blocks of a cluster, which share tokens
 constexpr int kManyClusters = 66;  // of 132 SMs
@@ -242,7 +242,7 @@ struct ManyShape {
 
 constexpr int64_t kGemmStep = 128;  // tokens
 
-// Up to so many tokens gemm.cu is faster, by more than 5 % beyond the first step. N, K and the kind of weight alone
+// Up to so many tokens gemm is faster, by more than 5 % beyond the first step. N, K and the kind of weight alone
 // decide, since the two kernels add in different orders. every: has_every_block().
 inline int64_t most_gemm_tokens(int64_t n, int k_blocks, bool every) {
   constexpr int64_t kMost = 8 * kGemmStep;

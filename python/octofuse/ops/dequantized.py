@@ -51,21 +51,9 @@ def split_zero(zero: Tensor | int | None) -> tuple[Tensor | None, int | None]:
     return (None, zero) if type(zero) is int else (zero, None)  # type: ignore[return-value]  # _C refuses a bool
 
 
-def has_integers(call: LowbitCall) -> bool:
-    """Whether int8 x meets a weight that is its row's scale times integers of 8 bits (cpp/include/octofuse/lowbit.h)."""
-    if call.x.dtype != torch.int8:
-        return False
-    if call.kind == "two_level":
-        return True
-    is_row = call.group is None or call.group >= call.x.shape[-1]
-    if call.kind != "uniform" or call.zero is not None or not is_row or call.bits == 1:
-        return False
-    return call.zero_point == 1 << call.bits - 1 or (call.bits == 8 and call.zero_point is None)
-
-
 def dequantized_linear(call: LowbitCall) -> Tensor:
     """The engine "dequantized", which every device has; `call` has no gate."""
-    if has_integers(call):
+    if call.x.dtype == torch.int8 and _C.lowbit_explain(call)["is_integer"]:
         return _integer_linear(call)
     x, scale = call.x, call.scale
     if call.norm is not None:

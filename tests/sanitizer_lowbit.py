@@ -1,0 +1,115 @@
+"""Small calls of every kernel of weights of few bits; sanitizer_cases.py runs them."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from helpers import IntegerWeight, Weight
+from octofuse import _C
+from octofuse.ops._calls import LowbitCall
+
+LOWBIT = (("uniform", 4, False), ("uniform", 3, True), ("uniform", 8, False), ("planes", 2, False),
+          ("sparse12", 7, False), ("codebook", 4, False), ("float8", 8, False))  # fmt: skip
+
+
+def lowbit_cases() -> int:
+    """Weights of few bits: every kernel, with and without neighbours that are missing."""
+    return _lowbit_cases(((33, 100), (40, 104), (144, 2176), (3216, 128)), LOWBIT, (None, 32, 128))
+
+
+def lowbit_block_cases() -> int:
+    """The same, each way to cut N and K into blocks."""
+    shapes = ((4256, 512), (6144, 128), (8464, 128), (12800, 128))
+    return _lowbit_cases(shapes, (LOWBIT[0], LOWBIT[3], LOWBIT[5]), (128,))
+
+
+def many_token_cases() -> int:
+    """gemm_many's blocks with several tiles each: 256 x 128, 128 x 192 and 192 x 128 (tokens, channels)."""
+    count = 0
+    for (kind, bits, _), (n, k, m) in itertools.product(
+        (LOWBIT[0], LOWBIT[5]), ((10240, 256, 640), (10240, 256, 777), (4352, 512, 1111))
+    ):
+        weight = Weight(kind, bits, 128, n, k, False, torch.float16, device="cpu")
+        x = weight.tokens(m)
+        packed, scale, bias, residual = (
+            t.cuda() for t in (weight.packed, weight.scale, weight.bias, torch.ones(m, n).half())
+        )
+        call = LowbitCall(
+            x.cuda(), None, packed, scale, None, None, kind, bits, 128, None, None, None, 0.0, bias, None, None, None,
+            "gemm_many", True, levels=weight.levels,
+        )  # fmt: skip
+        want = x.double() @ weight.exact.t() + weight.bias.double()
+        assert (_C.lowbit_linear(call).cpu().double() - want).abs().max() <= 2e-3 * want.abs().max(), (kind, n, m)
+        _C.lowbit_linear(call._replace(activation="relu", residual=residual))
+        _C.lowbit_linear(call._replace(out_scale=torch.ones(1).cuda()))
+        count += 3
+    return count
+
+
+def _lowbit_cases(
+    shapes: tuple[tuple[int, int], ...], kinds: tuple[tuple[str, int, bool], ...], groups: tuple[int | None, ...]
+) -> int:
+    count = 0
+    for (kind, bits, zeros), (n, k), group in itertools.product(kinds, shapes, groups):
+        weight = Weight(kind, bits, group, n, k, zeros, torch.float16, device="cpu")
+        packed, scale, bias = (t.cuda() for t in (weight.packed, weight.scale, weight.bias))
+        zero = None if weight.zero is None else weight.zero.cuda()
+        _C.lowbit_dequantize(packed, scale, zero, None, kind, bits, group, weight.levels, None, k)
+        for m in (1, 3, 7, 20, 40, 150):
+            x = weight.tokens(m)
+            call = LowbitCall(
+                x.cuda(), None, packed, scale, zero, None, kind, bits, group, None, None, None, 0.0, bias, None, None, None,
+                "auto", True, levels=weight.levels,
+            )  # fmt: skip
+            got = _C.lowbit_linear(call)
+            if got is None:  # shapes that no kernel for so many tokens takes
+                continue
+            got = got.cpu()
+            want = x.double() @ weight.exact.t() + weight.bias.double()
+            assert (got.double() - want).abs().max() <= 2e-3 * want.abs().max(), (kind, bits, n, k, group, m)
+            count += 1
+            _C.lowbit_linear(call._replace(x=x.char().cuda(), x_scale=torch.ones(m).cuda()))
+            count += 1
+            if m == 150 and k > 128 and group == 128:
+                residual = torch.ones(m, n).half().cuda()
+                more = call._replace(engine="gemm_many")
+                assert (_C.lowbit_linear(more).cpu().double() - want).abs().max() <= 2e-3 * want.abs().max()
+                _C.lowbit_linear(more._replace(activation="gelu_tanh", residual=residual))
+                _C.lowbit_linear(more._replace(out_scale=torch.ones(1).cuda()))
+                count += 3
+            if m < 5:
+                residual, gain = torch.ones(m, n).half().cuda(), torch.ones(k).half().cuda()
+                norm = {"norm": "layer_norm", "norm_weight": gain, "norm_bias": gain, "eps": 1e-5}
+                more = {"activation": "gelu_tanh", "residual": residual, "out_scale": torch.ones(1).cuda()}
+                _C.lowbit_linear(call._replace(**norm))
+                _C.lowbit_linear(call._replace(**norm, **more))
+                if n % 2 == 0:
+                    _C.lowbit_linear(call._replace(**norm, activation="silu", gated=True))
+                count += 2 + (n % 2 == 0)
+    return count
+
+
+def integer_cases() -> int:
+    """int8 tokens beside integers of few bits: every kernel, ragged sizes, epilogues; the last K is divided by blocks."""
+    count = 0
+    kinds = ((4, None, False), (4, 128, True), (4, 32, True), (3, None, False), (8, None, False))
+    for (bits, group, levels), (n, k) in itertools.product(kinds, ((48, 128), (136, 1100), (320, 4096))):
+        weight = IntegerWeight(bits, group, n, k, torch.float16, levels=levels, device="cpu")
+        packed, scale, bias = (t.cuda() for t in (weight.packed, weight.scale, weight.bias))
+        group_scale = None if weight.group_scale is None else weight.group_scale.cuda()
+        for m in (1, 3, 20, 150, 600):
+            x, x_scale = weight.tokens(m)
+            residual = torch.ones(m, n).half()
+            want = weight.by_int8(x, x_scale, residual=residual)
+            call = LowbitCall(
+                x.cuda(), x_scale.cuda(), packed, scale, None, None, "two_level" if levels else "uniform", bits, group,
+                None, None, None, 0.0, bias, None, residual.cuda(), None, "auto", True, False,
+                None if levels else 1 << bits - 1, None, group_scale,
+            )  # fmt: skip
+            for engine in ("auto", "gemm", "gemm_many"):
+                assert torch.equal(_C.lowbit_linear(call._replace(engine=engine)).cpu(), want), (bits, n, k, m, engine)
+                _C.lowbit_linear(call._replace(engine=engine, out_scale=torch.ones(1).cuda(), activation="silu"))
+                count += 2
+    return count
