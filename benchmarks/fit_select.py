@@ -6,6 +6,7 @@
     python benchmarks/sweep_step.py --out benchmarks/results/h200         # sweep_step.json, decoders' steps
     python benchmarks/sweep_gemm.py --float8 --out benchmarks/results/h200 # sweep_float8.json
     python benchmarks/sweep_gemm.py --huge --out benchmarks/results/h200  # sweep_huge.json
+    python benchmarks/sweep_power.py --out benchmarks/results/h200        # sweep_power.json
     python benchmarks/fit_select.py benchmarks/results/h200/sweep*.json   # anywhere that octofuse is installed
 
 and for a GPU whose sweep knew an earlier one's models, and left out what these put far behind:
@@ -14,7 +15,9 @@ and for a GPU whose sweep knew an earlier one's models, and left out what these 
 
 For every kernel it fits the non-negative numbers of gemm.h's TimeModel, near-best points weighing most, the last one by
 products that are so large that power limits them. For every swept shape it keeps the kernel that was fastest, or whose step
-was, where the fastest alone makes a step longer by more than NOISE. Prints how far the models' choices lie from the best.
+was, where the fastest alone makes a step longer by more than NOISE. From STEADY on, where a kernel's energy counts as soon
+as a prompt lasts, the fastest is that of the geometric mean of its time in turns with others and of its time by itself
+(sweep_power.json). Prints how far the models' choices lie from the best.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -35,6 +39,8 @@ ARITHMETICS = {"kInt8": "", "kFloat8": "wgmma_float8/", "kFloat8Fast": "wgmma_fl
 NOISE = 1.005  # between two measurements of a step
 # candidates.cpp's: millions of products from which on power limits their rate, and the factor of kernels not timed there.
 LIMITED, UNTIMED = 2e5, 1.25
+STEADY = 1e5  # millions of products
+Times = dict[tuple[int, ...], dict[str, float]]  # us by (M, N, K) and kernel
 CPP = Path(__file__).resolve().parents[1] / "cpp/src/gemm"
 HEADER = "// Written by benchmarks/fit_select.py on {device} from {sources}: measured.cpp's Table. Microseconds."
 
@@ -58,7 +64,17 @@ def non_negative_fit(a: np.ndarray, b: np.ndarray, rounds: int = 2000) -> np.nda
     return x
 
 
-def fit(times: dict[tuple[int, ...], dict[str, float]]) -> dict[str, np.ndarray]:
+def weighed(times: Times, rates: dict[str, float]) -> Times:
+    """Of large products the times by which the fastest is chosen; `rates`: us for 1e9 products, alone."""
+    found = {}
+    for mnk, row in times.items():
+        products = math.prod(mnk)
+        steady = {name: math.sqrt(t * rates[name] * products / 1e9) for name, t in row.items() if name in rates}
+        found[mnk] = steady if products >= STEADY * 1e6 and steady else row
+    return found
+
+
+def fit(times: Times, rates: dict[str, float]) -> dict[str, np.ndarray]:
     models = {}
     for name in sorted({name for row in times.values() for name in row}):
         engine = next((e for e in ARITHMETICS.values() if e and name.startswith(e)), "")
@@ -66,6 +82,7 @@ def fit(times: dict[tuple[int, ...], dict[str, float]]) -> dict[str, np.ndarray]
                   for mnk, row in of_engine(times, engine).items() if name in row]  # fmt: skip
         limited = [t / f[-1] for f, t, _ in points if f[-1] >= LIMITED]
         rate = float(np.percentile(limited, 25)) if limited else 0.0  # the rest did not fill the GPU evenly
+        rate = rates.get(name, rate * 1e3) / 1e3
         points = [point for point in points if point[0][-1] < LIMITED] or points
         weight = np.array([1 / (t * ratio**2) for _, t, ratio in points])
         a, b = np.array([f[:-1] for f, _, _ in points]), np.array([t for _, t, _ in points])
@@ -81,7 +98,7 @@ def estimate(model: np.ndarray, features_of_one: list[float]) -> float:
     return float(max(found, features_of_one[-1] * model[-1]))
 
 
-def held_in(times: dict[tuple[int, ...], dict[str, float]], models: dict[str, np.ndarray]) -> list[float]:
+def held_in(times: Times, models: dict[str, np.ndarray]) -> list[float]:
     """How many times the best of each shape the kernel takes that the models choose."""
     ratios = []
     for mnk, row in times.items():
@@ -90,10 +107,10 @@ def held_in(times: dict[tuple[int, ...], dict[str, float]], models: dict[str, np
     return ratios
 
 
-def held_out(times: dict[tuple[int, ...], dict[str, float]], shape: tuple[int, ...]) -> list[float]:
+def held_out(times: Times, shape: tuple[int, ...], rates: dict[str, float]) -> list[float]:
     """The same on one N x K for models that have not seen it: what users' own shapes get."""
     seen = {mnk: row for mnk, row in times.items() if mnk[1:] != shape}
-    return held_in({mnk: row for mnk, row in times.items() if mnk[1:] == shape}, fit(seen))
+    return held_in({mnk: row for mnk, row in times.items() if mnk[1:] == shape}, fit(seen, rates))
 
 
 def report(title: str, ratios: list[float]) -> None:
@@ -113,9 +130,9 @@ def fastest(row: dict[str, float] | None, steps: dict[str, float] | None, names:
     return names.index(alone)
 
 
-def times_of(records: list[dict]) -> dict[tuple[int, ...], dict[str, float]]:
+def times_of(records: list[dict]) -> Times:
     known = set(_C.candidates())  # a sweep may name kernels that have since gone
-    times: dict[tuple[int, ...], dict[str, float]] = {}
+    times: Times = {}
     for record in records:
         for key, row in record.get("us", {}).items():
             found = {name: t for name, t in row.items() if name in known}
@@ -126,7 +143,7 @@ def times_of(records: list[dict]) -> dict[tuple[int, ...], dict[str, float]]:
     return times
 
 
-def fill(times: dict[tuple[int, ...], dict[str, float]], like: dict[tuple[int, ...], dict[str, float]]) -> None:
+def fill(times: Times, like: Times) -> None:
     """Kernels that a sweep left out as too slow, as on another device, times what the shape's other kernels take of it.
 
     Without them a model would not know where its kernel is slow.
@@ -138,7 +155,7 @@ def fill(times: dict[tuple[int, ...], dict[str, float]], like: dict[tuple[int, .
             row |= {name: t * rate for name, t in like[mnk].items() if name not in row}
 
 
-def of_engine(times: dict[tuple[int, ...], dict[str, float]], engine: str) -> dict[tuple[int, ...], dict[str, float]]:
+def of_engine(times: Times, engine: str) -> Times:
     """The kernels of one float8 arithmetic, or of int8 (""), at the shapes where they were timed."""
     floats = tuple(name for name in ARITHMETICS.values() if name)
 
@@ -149,7 +166,7 @@ def of_engine(times: dict[tuple[int, ...], dict[str, float]], engine: str) -> di
     return {mnk: row for mnk, row in found.items() if row}
 
 
-def part(arithmetic: str, times: dict[tuple[int, ...], dict[str, float]], steps: dict[str, dict[str, float]],
+def part(arithmetic: str, times: Times, steps: dict[str, dict[str, float]],
          names: list[str]) -> list[str]:  # fmt: skip
     """Lines of the table: a Measured::Part."""
     rows = sorted({m for m, _, _ in times})
@@ -167,10 +184,11 @@ def main() -> None:
     args = parser.parse_args()
     sources = args.sources
     records = [json.loads(source.read_text()) for source in sources]
+    rates = {name: us for record in records for name, us in record.get("us for 1e9 products", {}).items()}
     steps = {key: row for record in records for key, row in record.get("us a block", {}).items()}
     times = times_of(records)
     fill(times, times_of([json.loads(source.read_text()) for source in args.like]))
-    models = fit(times)
+    models = fit(times, rates)
     names = list(models)
     for arithmetic, engine in ARITHMETICS.items():
         own = of_engine(times, engine)
@@ -178,7 +196,7 @@ def main() -> None:
             continue
         report(f"{arithmetic}: models alone", held_in(own, models))
         report(f"{arithmetic}: models of all other N x K", [r for shape in sorted({mnk[1:] for mnk in own})
-                                                            for r in held_out(own, shape)])  # fmt: skip
+                                                            for r in held_out(own, shape, rates)])  # fmt: skip
     names_of = ", ".join(
         f"{source.name} (cpp {record['cpp'][:12]})" for source, record in zip(sources, records, strict=True)
     )
@@ -186,7 +204,7 @@ def main() -> None:
     text += [f'        {{"{name}", {braces(f"{v:.4g}" for v in models[name])}}},' for name in names]
     text += ["    },", "    {"]
     for arithmetic, engine in ARITHMETICS.items():
-        text += part(arithmetic, of_engine(times, engine), steps, names)
+        text += part(arithmetic, of_engine(weighed(times, rates), engine), steps, names)
     text += ["    },", "}", ""]
     target = CPP / f"measured_{sources[0].resolve().parent.name}.inc"
     target.write_text("\n".join(text))

@@ -1,4 +1,5 @@
-// Instructions that CUDA C++ has no name for: asynchronous copies to shared memory and barriers of a part of a block.
+// Instructions that CUDA C++ has no name for: asynchronous copies to shared memory, matrices from registers to it, and
+// barriers of a part of a block.
 #pragma once
 
 #include <cstdint>
@@ -53,6 +54,17 @@ __device__ inline void wait_for_copies() {
 
 // Waits for all of this thread's copies, those of the group that is still open too.
 __device__ inline void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// ---- stmatrix ----
+
+// Four matrices of 8 x 8 elements of 16 bits, each lane with its part of all as mma's results have it, to shared
+// memory; lane i gives the address of row i % 8 of matrix i / 8, 16 bytes.
+__device__ inline void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(row), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
 
 // ---- named barriers ----
 

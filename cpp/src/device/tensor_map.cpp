@@ -21,6 +21,18 @@ PFN_cuTensorMapEncodeTiled_v12000 encoder() {
   return function;
 }
 
+CUtensorMapSwizzle swizzle_of(const BoxedMatrix& matrix) {
+  if (!matrix.swizzled) return CU_TENSOR_MAP_SWIZZLE_NONE;
+  switch (matrix.box * matrix.bytes) {
+    case 32:
+      return CU_TENSOR_MAP_SWIZZLE_32B;
+    case 64:
+      return CU_TENSOR_MAP_SWIZZLE_64B;
+    default:
+      return CU_TENSOR_MAP_SWIZZLE_128B;
+  }
+}
+
 }  // namespace
 
 CUtensorMap tensor_map(const BoxedMatrix& matrix) {
@@ -33,8 +45,7 @@ CUtensorMap tensor_map(const BoxedMatrix& matrix) {
                                    : matrix.bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
                                                        : CU_TENSOR_MAP_DATA_TYPE_INT64;
   const CUresult status = encoder()(&map, type, 2, const_cast<void*>(matrix.data), extents, strides, box, steps,
-                                    CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                    matrix.swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                                    CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(matrix),
                                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) throw_launch_error("tensor_map", "cuTensorMapEncodeTiled refused an operand");
   return map;

@@ -81,11 +81,13 @@ __device__ inline uint32_t low_descriptor(const void* tile) {
 __device__ inline uint64_t descriptor_of(uint32_t low) {
   return uint64_t{low} | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
 }
-__device__ inline uint64_t tile_descriptor(const void* tile) { return descriptor_of(low_descriptor(tile)); }
 
 // This thread's warpgroup, in a form that the compiler knows to be the same for a whole warp: descriptors derived from
 // it stay in uniform registers, and wgmmas follow each other without a round trip through vector registers.
 __device__ inline int warpgroup_of(int thread) { return __shfl_sync(0xFFFFFFFFU, thread / 128, 0); }
+// Likewise its warp. Where a warp's one lane copies, behind warp_of() and cute::elect_one_sync(), ptxas knows that it
+// is one; behind a comparison of threadIdx.x it puts a loop over lanes around every instruction of the copy engine.
+__device__ inline int warp_of(int thread) { return __shfl_sync(0xFFFFFFFFU, thread / 32, 0); }
 
 // 16 bytes of another block of the cluster, at the shared address that they have in this one.
 __device__ inline int4 load_from_block(uint32_t local, uint32_t rank) {

@@ -8,7 +8,9 @@
 #pragma once
 
 #include <cutlass/arch/barrier.h>
+#include <cute/arch/copy_sm90_tma.hpp>
 
+#include "device/ptx.cuh"
 #include "epilogue/tile.cuh"
 
 namespace octofuse {
@@ -28,7 +30,8 @@ struct Piece {
   int token, channel;  // the piece's first ones, in the tile
   int thread;          // of the warpgroup's 128
   uint32_t barrier;    // the warpgroup's own
-  uint8_t* staging;    // kStagingBytes
+  uint8_t* staging;    // kStagingBytes, at a multiple of 1024 bytes
+  const CUtensorMap* out_map;
 
   // Of this thread's accumulator i, in the piece.
   __device__ int token_of(int i) const { return thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8; }
@@ -163,10 +166,38 @@ __device__ inline void store_staged(const P& piece, const TileOutput& output, bo
   }
 }
 
+// Through the staging buffer by the copy engine, which leaves out what lies beyond the edges: 16-bit outputs, `values`
+// as stmatrix takes them, in the swizzle that out_map has. Beside running tensor cores this is 3 % of a product's time
+// less than store_staged (8192 x 4096 x 4096 on an H200): shared memory has half of its traffic. When it returns, the
+// buffer that the next piece takes has been read.
+template <class Out, class P>
+__device__ inline void store_copied(const P& piece, const Out (&values)[P::kSize]) {
+  constexpr int kRowBytes = P::kOctets * 16;
+  const int lane = piece.thread % 32;
+  const int row = piece.thread / 32 * 16 + lane % 16;
+  const int turned = row * kRowBytes / 128 % P::kOctets;
+  const uint32_t to = shared_address(piece.staging) + static_cast<uint32_t>(row * kRowBytes);
+  const auto pair = [&](int i) { return *reinterpret_cast<const uint32_t*>(&values[2 * i]); };
+#pragma unroll
+  for (int i = 0; i < P::kSize / 2; i += 4) {  // 16 channels
+    const int octet = (i / 2 + lane / 16) ^ turned;
+    store_matrices(to + static_cast<uint32_t>(octet * 16), pair(i), pair(i + 1), pair(i + 2), pair(i + 3));
+  }
+  cute::tma_store_fence();
+  if (piece.thread == 0) cute::tma_store_wait<0>();
+  __syncwarp();
+  cutlass::arch::NamedBarrier::sync(128, piece.barrier);
+  if (piece.thread == 0) {
+    cute::SM90_TMA_STORE_2D::copy(piece.out_map, piece.staging, piece.n0 + piece.channel, piece.m0 + piece.token);
+    cute::tma_store_arrive();
+  }
+}
+
 // The formula over one piece with a branch for each switch. Consecutive pieces of a warpgroup take two staging buffers
 // in turn: then the barrier inside also says that the one before the last has been read.
 struct AnyEpilogue {
   static constexpr bool kUnrolled = false;
+  static constexpr bool kCopied = false;
 
   template <class P, class Vectors, class Sum>
   __device__ static void finish(const P& piece, const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors,
@@ -214,6 +245,7 @@ template <class Out, Activation kActivation, bool kResidual>
 struct UsualEpilogue {
   // Straight code for all pieces of a tile where it is short.
   static constexpr bool kUnrolled = kActivation == Activation::kNone || kActivation == Activation::kRelu;
+  static constexpr bool kCopied = sizeof(Out) == 2;
 
   template <class P, class Vectors, class Sum>
   __device__ static void finish(const P& piece, const EpilogueArgs& e, const TileOutput& output, const Vectors& vectors,
@@ -229,7 +261,11 @@ struct UsualEpilogue {
     if constexpr (kResidual) add_residual_as<Out>(piece, e, output, true, t);
     Out values[P::kSize];
     round_to(t, e.clamp_low, kIsScaled<Out> ? vectors.out_inverse : 0.0F, values);
-    store_staged(piece, output, true, values);
+    if constexpr (kCopied) {
+      store_copied(piece, values);
+    } else {
+      store_staged(piece, output, true, values);
+    }
   }
 };
 

@@ -171,17 +171,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_
   const int thread = static_cast<int>(threadIdx.x);
   // The compiler knows this condition to be the same for a warp, and keeps descriptors in uniform registers.
   const bool is_producer = wgmma::warpgroup_of(thread) == Traits::kConsumers / 128;
-  const int warp = thread / 32 - Traits::kConsumers / 32;
+  const int warp = wgmma::warp_of(thread) - Traits::kConsumers / 32;
   // The four producer warps: with four groups warp i copies all of group i; with two, warps 0 and 1 copy weights, 2 and
   // 3 tokens; with one, warp 0 weights, warp 1 tokens. Consumers compute these three as well, and do not use them.
   const Producer<Traits> producer(args, barriers, ring, warp & (Traits::kGroups - 1));
   const bool copies_weights = warp < Traits::kGroups;
   const bool copies_tokens = Traits::kGroups == 4 || warp / Traits::kGroups == 1;
   if (is_producer) {
-    if (thread % 32 == 0 && copies_weights) producer.init();
+    if (copies_weights && cute::elect_one_sync()) producer.init();
     __syncwarp();
     if constexpr (Traits::kGroups < 4) barrier_sync<kProducerBarrier, 128>();  // other warps copy the tokens
-    if (thread % 32 == 0) producer.start(copies_weights, copies_tokens);
+    if (cute::elect_one_sync()) producer.start(copies_weights, copies_tokens);
     __syncwarp();
   }
   if constexpr (Traits::Code::kCodebook) {  // the consumers' warps, who read it, fill it
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_
   // point where both roles meet again ptxas allocates for the smaller number: so the sums leave registers before it.
   if (is_producer) {
     if constexpr (Traits::kTokens > 64) cutlass::arch::warpgroup_reg_dealloc<56>();
-    if (thread % 32 == 0 && (copies_weights || copies_tokens)) producer.run(copies_weights, copies_tokens);
+    if ((copies_weights || copies_tokens) && cute::elect_one_sync()) producer.run(copies_weights, copies_tokens);
   } else {
     if constexpr (Traits::kTokens > 64) cutlass::arch::warpgroup_reg_alloc<Traits::kConsumers == 256 ? 224 : 152>();
     multiply_slices<Traits>(args, ring, barriers);

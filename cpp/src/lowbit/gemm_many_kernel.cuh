@@ -230,8 +230,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_many_kernel(const __
   if (is_producer) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kConsumers == 256 ? 40 : 32>();
     const ManyProducer<Traits> producer(args, barriers);
-    if (thread == Traits::kConsumers) producer.weights(weights);
-    if (thread == Traits::kConsumers + 32) producer.tokens(tokens);
+    const int warp = wgmma::warp_of(thread) - Traits::kConsumers / 32;
+    if (warp == 0 && cute::elect_one_sync()) producer.weights(weights);
+    if (warp == 1 && cute::elect_one_sync()) producer.tokens(tokens);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters>();
     consume<Traits>(args, barriers, tokens, weights, weights + args.layout.stages * args.layout.stage);

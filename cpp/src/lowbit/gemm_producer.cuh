@@ -30,8 +30,8 @@ struct KRange {
   }
 };
 
-// One lane copies a group's weights, its tokens, or both: to issue the copies of a k-block takes about as long as to
-// multiply it, so several lanes of different warps share that work.
+// One lane copies a group's weights, its tokens, or both: to issue the copies of a k-block is no short work beside its
+// product, so several lanes of different warps share it.
 template <class Traits>
 class Producer {
   const GemmArgs& args_;

@@ -27,11 +27,11 @@ class Captured:
     """Calls recorded in one CUDA graph, to be replayed.
 
     Give one call per set of operands, enough sets that together they exceed the L2 cache: weights then come from HBM, as
-    they do in a model. A graph holds at least 48 calls, so that its own launch weighs little.
+    they do in a model. A graph holds at least `least` calls, so that its own launch weighs little.
     """
 
-    def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
-        self.calls = calls = list(calls) * -(-48 // len(calls))  # kept: they own what the graph reads
+    def __init__(self, calls: Sequence[Callable[[], Any]], *, least: int = 48) -> None:
+        self.calls = calls = list(calls) * -(-least // len(calls))  # kept: they own what the graph reads
         self.count = len(calls)
         for call in calls[:3]:
             call()

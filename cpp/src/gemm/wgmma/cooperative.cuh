@@ -42,8 +42,8 @@ class HalfProduct {
       : args_(args),
         shared_(shared),
         reader_(reader),
-        a_(tile_descriptor(ring + warpgroup * 64 * kBlockK)),
-        b_(tile_descriptor(ring + Tile::kBytesA)),
+        a_(low_descriptor(ring + warpgroup * 64 * kBlockK)),
+        b_(low_descriptor(ring + Tile::kBytesA)),
         ahead_(at),
         at_(at),
         thread_(thread) {}
@@ -68,12 +68,13 @@ class HalfProduct {
  private:
   __device__ void multiply(float (&d)[Tile::kSize]) {
     shared_.full[ahead_.stage].wait(ahead_.phase);
-    const uint64_t offset = static_cast<uint64_t>(ahead_.stage) * (Tile::kStageBytes / 16);
+    const uint32_t offset = static_cast<uint32_t>(ahead_.stage) * (Tile::kStageBytes / 16);
     fence_registers(d);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kBlockK / 32; ++step) {
-      Mma<typename Tile::Instruction, Tile::kCols>::run(a_ + offset + 2 * step, b_ + offset + 2 * step, d, step > 0);
+      Mma<typename Tile::Instruction, Tile::kCols>::run(descriptor_of(a_ + offset + 2 * step),
+                                                        descriptor_of(b_ + offset + 2 * step), d, step > 0);
     }
     cute::warpgroup_commit_batch();
     ahead_.advance(1);
@@ -93,7 +94,7 @@ class HalfProduct {
   const KernelArgs& args_;
   typename Tile::Shared& shared_;
   FactorReader<typename Tile::Factors, false, Tile::kCols>& reader_;
-  uint64_t a_, b_;
+  uint32_t a_, b_;
   Ring<Tile::kStages> ahead_, at_;  // of the block that is multiplied next, and of the one that is added
   int thread_;
 };
@@ -152,7 +153,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_cooperative(const __gr
   meet(args);
   if (thread >= Tile::kProducer) {
     cutlass::arch::warpgroup_reg_dealloc<Tile::kOtherRegisters>();
-    if (thread == Tile::kProducer) produce_tiles<Tile>(args, shared, ring);
+    if (warp_of(thread) == Tile::kProducer / 32 && cute::elect_one_sync()) {
+      args.cluster == 1 ? produce_tiles<Tile, false>(args, shared, ring)
+                        : produce_tiles<Tile, true>(args, shared, ring);
+    }
     if (thread / 32 == Tile::kVectors / 32) read_vectors<Tile>(args, shared, thread % 32);
     if constexpr (promotes(Tile::kArithmetic)) {
       if (thread / 32 == Tile::kFactors / 32) write_factors<Tile>(args, shared, thread % 32);

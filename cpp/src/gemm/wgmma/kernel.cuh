@@ -160,20 +160,20 @@ __device__ void multiply(const KernelArgs& args, const Place& place, typename Ti
 #pragma unroll
     for (int i = 0; i < Tile::kCols / 2; ++i) d[i] = 0;
   }
-  const uint64_t a0 = tile_descriptor(ring + warpgroup * 64 * kBlockK);
-  const uint64_t b0 = tile_descriptor(ring + Tile::kBytesA);
+  const uint32_t a0 = low_descriptor(ring + warpgroup * 64 * kBlockK);
+  const uint32_t b0 = low_descriptor(ring + Tile::kBytesA);
   uint32_t phase = 0;
   int stage = 0;
   int last = 0;
   for (int i = 0; i < place.k_count; ++i) {
     shared.full[stage].wait(phase);
-    const uint64_t offset = static_cast<uint64_t>(stage) * (Tile::kStageBytes / 16);
+    const uint32_t offset = static_cast<uint32_t>(stage) * (Tile::kStageBytes / 16);
     fence_registers(d);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kBlockK / 32; ++step) {
-      Mma<typename Tile::Instruction, Tile::kCols>::run(a0 + offset + 2 * step, b0 + offset + 2 * step, d,
-                                                        i + step > 0);
+      Mma<typename Tile::Instruction, Tile::kCols>::run(descriptor_of(a0 + offset + 2 * step),
+                                                        descriptor_of(b0 + offset + 2 * step), d, i + step > 0);
     }
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<1>();  // the product before this one is done with its stage
@@ -195,19 +195,20 @@ __device__ void multiply_promoted(const KernelArgs& args, const Place& place, ty
   FactorReader<typename Tile::Factors, Tile::kSwap, Tile::kCols> reader(args, shared.factors, 64 * warpgroup, thread);
 #pragma unroll
   for (float& sum : sums) sum = 0.0F;
-  const uint64_t a0 = tile_descriptor(ring + warpgroup * 64 * kBlockK);
-  const uint64_t b0 = tile_descriptor(ring + Tile::kBytesA);
+  const uint32_t a0 = low_descriptor(ring + warpgroup * 64 * kBlockK);
+  const uint32_t b0 = low_descriptor(ring + Tile::kBytesA);
   uint32_t phase = 0;
   int stage = 0;
   for (int i = 0; i < place.k_count; ++i) {
     shared.full[stage].wait(phase);
-    const uint64_t offset = static_cast<uint64_t>(stage) * (Tile::kStageBytes / 16);
+    const uint32_t offset = static_cast<uint32_t>(stage) * (Tile::kStageBytes / 16);
     float d[Tile::kCols / 2];
     fence_registers(d);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kBlockK / 32; ++step) {
-      Mma<typename Tile::Instruction, Tile::kCols>::run(a0 + offset + 2 * step, b0 + offset + 2 * step, d, step > 0);
+      Mma<typename Tile::Instruction, Tile::kCols>::run(descriptor_of(a0 + offset + 2 * step),
+                                                        descriptor_of(b0 + offset + 2 * step), d, step > 0);
     }
     cute::warpgroup_commit_batch();
     reader.next(i == place.k_count - 1);
@@ -279,7 +280,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
   const int thread = static_cast<int>(threadIdx.x);
   const int m0 = (Tile::kSwap ? place.tile_c : place.tile_r) * Tile::kTokens;
   const int n0 = (Tile::kSwap ? place.tile_r : place.tile_c) * Tile::kChannels;
-  const bool producer = thread >= Tile::kProducer && thread < Tile::kVectors;
+  const bool producer = warp_of(thread) == Tile::kProducer / 32;
   const bool rehearses = thread >= Tile::kVectors;
   const bool split = args.split > 1;
 
@@ -295,7 +296,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
       cutlass::arch::fence_barrier_init();
     }
     __syncwarp();
-    if (lane == 0) feed.fill();  // before the other warps have arrived
+    if (cute::elect_one_sync()) feed.fill();  // before the other warps have arrived
     __syncwarp();
   }
   __syncthreads();
@@ -316,7 +317,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
     share.rehearse();
     accs = reinterpret_cast<const Sum*>(&shared.vectors);  // whatever lies there: nothing comes of it
   } else if (producer) {
-    if (thread == Tile::kProducer) feed.refill();
+    if (cute::elect_one_sync()) feed.refill();
     share.m_end = 0;
   } else {
     typename Tile::Register d[Tile::kCols / 2];

@@ -87,6 +87,16 @@ int usual_epilogue(const EpilogueArgs& e, const TileOutput& output, Arithmetic a
   return plain ? 3 * kActivations + type : -1;
 }
 
+// Tiles of tokens that stand side by side in the order of the work. What is read again and again should stay in L2,
+// whose halves each keep a copy: all weights where they fit it, else all tokens where they do. Of 8192 x 4096 x 4096 an
+// H200 read 100 MB with 16 and 64 MB with one, 2 % faster.
+int band_of(const GemmArgs& args, int tiles_m, int cluster) {
+  constexpr int64_t kStays = 20 << 20;
+  if (args.n * args.k <= kStays) return cluster;
+  if (args.m * args.k <= kStays) return static_cast<int>(round_up(tiles_m, cluster));
+  return 16;
+}
+
 // As many blocks as the device has SMs, in clusters that share the weights of neighbouring tiles.
 void run_persistent(const KernelInfo& info, const TileShape& tile, int cluster, const GemmArgs& args, int device,
                     bool chained, cudaStream_t stream) {
@@ -100,6 +110,10 @@ void run_persistent(const KernelInfo& info, const TileShape& tile, int cluster, 
   kernel.cluster = cluster;
   kernel.tiles_m = ceil_div(args.m, tile.rows);
   kernel.tiles_n = ceil_div(args.n, tile.cols);
+  kernel.band = band_of(args, kernel.tiles_m, cluster);
+  if (usual >= 0 && size_of(args.out_type) == 2) {
+    kernel.out_map = tensor_map({args.out, args.m, args.n, 2 * args.ldo, 2, 64, piece_cols(tile.cols), true});
+  }
   const int64_t all = static_cast<int64_t>(ceil_div(kernel.tiles_m, cluster)) * kernel.tiles_n;
   const int64_t clusters = std::max<int64_t>(1, std::min<int64_t>(all, device_capability(device).sm_count / cluster));
   launch_kernel("wgmma", function, dim3(static_cast<unsigned>(clusters * cluster)),

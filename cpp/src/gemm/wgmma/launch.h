@@ -13,14 +13,16 @@ namespace octofuse::wgmma {
 struct KernelArgs {
   CUtensorMap w_map, x_map;  // whole tiles of the K-major operands
   CUtensorMap x_rest_map;    // as many rows of x as the tile that reaches beyond the last token has
+  CUtensorMap out_map;       // persistent tiles with a usual epilogue and a 16-bit output: its pieces
   EpilogueArgs epilogue;
   TileOutput output;
   bool constant_weight;   // the weights may be read before earlier kernels have finished
   int k_blocks, k_share;  // of 128 bytes: in all, and of one block of the cluster
   int stages;
-  int split;                       // blocks that share a tile's K: a cluster
-  int cluster;                     // pingpong: blocks that share the weights' tile
-  int tiles_m, tiles_n;            // pingpong: of the whole output
+  int split;  // blocks that share a tile's K: a cluster
+  // Persistent tiles: blocks that share the weights' tile; tiles of the whole output, and how many of tokens stand side
+  // by side in the order of the work.
+  int cluster, tiles_m, tiles_n, band;
   BlockScales x_blocks, w_blocks;  // float8 alone
 };
 

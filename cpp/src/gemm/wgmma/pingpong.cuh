@@ -36,7 +36,7 @@ struct PingpongTile {
   static constexpr int kBytesA = kRows * kBlockK;
   static constexpr int kStageBytes = (kRows + kCols) * kBlockK;
   static constexpr int kSize = kRowBlocks * kCols / 2;  // accumulators of a thread
-  static constexpr int kPieceCols = kCols % 32 == 0 ? 32 : 16;
+  static constexpr int kPieceCols = piece_cols(kCols);
   static constexpr int kPieces = kCols / kPieceCols;  // of 64 rows
   using Piece = octofuse::Piece<kPieceCols>;
   struct Shared {
@@ -53,19 +53,19 @@ struct PingpongTile {
   static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes + kStagingBytes;
 };
 
-// The tiles of one block in their order, or every second of them. Tiles are grouped in bands of 16 tiles of tokens, so
-// that blocks that run side by side read few different operands.
+// The tiles of one block in their order, or every second of them. Tiles are grouped in bands of so many tiles of tokens
+// (band_of in launch.cpp), so that blocks that run side by side read few different operands.
 struct TileWalk {
-  static constexpr int kBand = 16;
-  int index, step, count;  // of clusters' tiles
-  int rank, blocks;        // in the cluster
-  int tiles_n, rows;       // rows: of clusters' tiles
+  int index, step, count;        // of clusters' tiles
+  int rank, blocks;              // in the cluster
+  int tiles_n, rows, band_rows;  // rows: of clusters' tiles
   int tile_m = 0, tile_n = 0;
 
   __device__ TileWalk(const KernelArgs& args, int first, int every) : blocks(args.cluster), tiles_n(args.tiles_n) {
     const int clusters = static_cast<int>(gridDim.x) / blocks;
     rank = static_cast<int>(blockIdx.x) % blocks;
     rows = (args.tiles_m + blocks - 1) / blocks;
+    band_rows = args.band / blocks;
     index = static_cast<int>(blockIdx.x) / blocks + first * clusters;
     step = every * clusters;
     count = rows * tiles_n;
@@ -79,7 +79,6 @@ struct TileWalk {
 
  private:
   __device__ void find() {
-    const int band_rows = kBand / blocks;
     const int band = index / (band_rows * tiles_n);
     const int height = min(band_rows, rows - band * band_rows);
     const int rest = index - band * band_rows * tiles_n;
@@ -94,6 +93,12 @@ template <int kStages>
 struct Ring {
   int stage = 0;
   uint32_t phase = 0;
+  __device__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
   __device__ void advance(int steps) {
     const int next = stage + steps;
     phase ^= static_cast<uint32_t>(next / kStages) & 1;
@@ -101,41 +106,47 @@ struct Ring {
   }
 };
 
-template <class Tile>
+// One thread, so its instructions count: a stage is multiplied in the time of some sixty. kClusters: two blocks of a
+// cluster read half of the weights each for both.
+template <class Tile, bool kClusters>
 __device__ void produce_tiles(const KernelArgs& args, typename Tile::Shared& shared, uint8_t* ring) {
   constexpr uint64_t kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  const auto load_weights = [&](const TileWalk& tile, int k, int stage) {
+  constexpr int kRead = kClusters ? Tile::kCols / 2 : Tile::kCols;  // of the tile's channels, by this block
+  const int first_read = kClusters ? static_cast<int>(blockIdx.x) % 2 * kRead : 0;
+  uint8_t* weights = ring + Tile::kBytesA + first_read * kBlockK;
+  const auto load_weights = [&](int channel, int k, int stage) {
     auto* barrier = reinterpret_cast<uint64_t*>(&shared.full[stage]);
-    uint8_t* to = ring + stage * Tile::kStageBytes + Tile::kBytesA;
+    uint8_t* to = weights + stage * Tile::kStageBytes;
     shared.full[stage].arrive_and_expect_tx(Tile::kStageBytes);
-    if (args.cluster == 1) {
-      cute::SM90_TMA_LOAD_2D::copy(&args.w_map, barrier, kNormal, to, k * kBlockK, tile.tile_n * Tile::kCols);
-    } else {  // each block reads half of the weights for both
-      constexpr int kHalf = Tile::kCols / 2;
-      cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&args.w_map, barrier, uint16_t{3}, kNormal,
-                                             to + tile.rank * kHalf * kBlockK, k * kBlockK,
-                                             tile.tile_n * Tile::kCols + tile.rank * kHalf);
+    if constexpr (kClusters) {
+      cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&args.w_map, barrier, uint16_t{3}, kNormal, to, k, channel);
+    } else {
+      cute::SM90_TMA_LOAD_2D::copy(&args.w_map, barrier, kNormal, to, k, channel);
     }
   };
-  const auto load_tokens = [&](const TileWalk& tile, int k, int stage) {
+  const auto load_tokens = [&](int token, int k, int stage) {
     cute::SM90_TMA_LOAD_2D::copy(&args.x_map, reinterpret_cast<uint64_t*>(&shared.full[stage]), kNormal,
-                                 ring + stage * Tile::kStageBytes, k * kBlockK, tile.tile_m * Tile::kRows);
+                                 ring + stage * Tile::kStageBytes, k, token);
   };
 
   TileWalk tile(args, 0, 1);
+  const int k_end = args.k_blocks * kBlockK;
   const int early = args.constant_weight && tile.valid() ? min(Tile::kStages, args.k_blocks) : 0;
-  for (int k = 0; k < early; ++k) load_weights(tile, k, k);
+  for (int i = 0; i < early; ++i) load_weights(tile.tile_n * Tile::kCols + first_read, i * kBlockK, i);
   wait_for_predecessors();
   launch_dependents();
   Ring<Tile::kStages> at;
-  for (bool first = true; tile.valid(); tile.next(), first = false) {
-    for (int k = 0; k < args.k_blocks; ++k) {
-      if (!first || k >= early) {
+  for (int loaded = early * kBlockK; tile.valid(); tile.next(), loaded = 0) {
+    const int channel = tile.tile_n * Tile::kCols + first_read;
+    const int token = tile.tile_m * Tile::kRows;
+#pragma unroll 1
+    for (int k = 0; k < k_end; k += kBlockK) {
+      if (k >= loaded) {
         shared.empty[at.stage].wait(at.phase ^ 1);
-        load_weights(tile, k, at.stage);
+        load_weights(channel, k, at.stage);
       }
-      load_tokens(tile, k, at.stage);
-      at.advance(1);
+      load_tokens(token, k, at.stage);
+      at.next();
     }
   }
 }
@@ -166,13 +177,14 @@ __device__ void multiply_tile(const KernelArgs& args, typename Tile::Shared& sha
     if (thread < args.cluster) shared.empty[stage].arrive(static_cast<uint32_t>(thread));
   };
   constexpr bool kShared = Tile::kForm == Form::kCooperative;
-  const uint64_t a0 = tile_descriptor(ring + (kShared ? warpgroup * 64 * kBlockK : 0));
-  const uint64_t b0 = tile_descriptor(ring + Tile::kBytesA);
+  // Only the low words of descriptors change: with 64 bits of them a turn took ten instructions more.
+  const uint32_t a0 = low_descriptor(ring + (kShared ? warpgroup * 64 * kBlockK : 0));
+  const uint32_t b0 = low_descriptor(ring + Tile::kBytesA);
   int last = 0;
   for (int k = 0; k < args.k_blocks; ++k) {
     shared.full[at.stage].wait(at.phase);
-    if (!kShared && k == args.k_blocks - 1 && thread == 0) shared.turn_over[warpgroup].arrive();
-    const uint64_t offset = static_cast<uint64_t>(at.stage) * (Tile::kStageBytes / 16);
+    const uint32_t a = a0 + static_cast<uint32_t>(at.stage) * (Tile::kStageBytes / 16);
+    const uint32_t b = b0 + static_cast<uint32_t>(at.stage) * (Tile::kStageBytes / 16);
     fence_registers(d);
     cute::warpgroup_arrive();
 #pragma unroll
@@ -180,7 +192,7 @@ __device__ void multiply_tile(const KernelArgs& args, typename Tile::Shared& sha
 #pragma unroll
       for (int r = 0; r < Tile::kRowBlocks; ++r) {
         Mma<typename Tile::Instruction, Tile::kCols>::run(
-            a0 + offset + r * (64 * kBlockK / 16) + 2 * step, b0 + offset + 2 * step,
+            descriptor_of(a + r * (64 * kBlockK / 16) + 2 * step), descriptor_of(b + 2 * step),
             reinterpret_cast<Fragment&>(d[r * (Tile::kCols / 2)]), k + step > 0);
       }
     }
@@ -188,8 +200,9 @@ __device__ void multiply_tile(const KernelArgs& args, typename Tile::Shared& sha
     cute::warpgroup_wait<1>();
     if (k > 0) release(last);
     last = at.stage;
-    at.advance(1);
+    at.next();
   }
+  if (!kShared && thread == 0) shared.turn_over[warpgroup].arrive();
   cute::warpgroup_wait<0>();
   release(last);
   fence_registers(d);
@@ -221,6 +234,7 @@ __device__ void finish_pieces(const KernelArgs& args, const TileWalk& tile, cons
     piece.thread = thread;
     piece.barrier = static_cast<uint32_t>(warpgroup);
     piece.staging = staging + buffer * Tile::Piece::kStagingBytes;
+    piece.out_map = &args.out_map;
     typename Tile::Sum acc[Tile::Piece::kSize];
     if constexpr (Epilogue::kUnrolled) {
 #pragma unroll
@@ -233,6 +247,7 @@ __device__ void finish_pieces(const KernelArgs& args, const TileWalk& tile, cons
     Epilogue::finish(piece, args.epilogue, args.output, vectors, acc);
     buffer ^= 1;
   }
+  if (Epilogue::kCopied && thread == 0) cute::tma_store_wait<0>();
   __syncwarp();
   cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(warpgroup));  // the staging may change
 }
@@ -296,7 +311,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_pingpong(const __grid_
   meet(args);
   if (thread >= Tile::kProducer) {
     cutlass::arch::warpgroup_reg_dealloc<Tile::kOtherRegisters>();
-    if (thread == Tile::kProducer) produce_tiles<Tile>(args, shared, ring);
+    if (warp_of(thread) == Tile::kProducer / 32 && cute::elect_one_sync()) {
+      args.cluster == 1 ? produce_tiles<Tile, false>(args, shared, ring)
+                        : produce_tiles<Tile, true>(args, shared, ring);
+    }
     if (thread / 32 == Tile::kVectors / 32) read_vectors<Tile>(args, shared, thread % 32);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();

@@ -138,6 +138,9 @@ struct TileShape {
   Arithmetic arithmetic;
 };
 
+// Channels that a persistent kernel finishes at a time.
+constexpr int piece_cols(int cols) { return cols % 32 == 0 ? 32 : 16; }
+
 inline constexpr TileShape kTiles[] = {
 #define OCTOFUSE_ROW(row_blocks, cols, form, arithmetic) {64 * (row_blocks), cols, Form::form, Arithmetic::arithmetic},
     OCTOFUSE_WGMMA_TILES(OCTOFUSE_ROW)
