@@ -1,4 +1,4 @@
-"""octofuse.linear on float8 beside torch's _scaled_mm, vLLM's (`peers.py`) and int8: device time, weights from memory.
+"""octofuse.linear on float8 beside torch's _scaled_mm, vLLM's (`peers`) and int8: device time, weights from memory.
 
 Scales per token and channel with bias and bf16 output; `_scaled_mm` per row likewise, and per tensor without them. "fast":
 the tensor cores add up all of K, as the peers' use_fast_accum=True; "exact sums": every 128 columns in fp32, as their
@@ -16,7 +16,7 @@ import torch
 import octofuse
 from bench_gemm import L2_BYTES
 from octofuse.ops.measure import Captured, device_times, overlap
-from peers import expect_alike, vllm_scaled_mm
+from peers import vllm as vllm_kernels
 
 E4M3 = torch.float8_e4m3fn
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (10240, 8192), (57344, 8192), (8192, 28672),
@@ -58,13 +58,13 @@ def scaled_mm(row: bool, fast: bool) -> Callable[[Operands], torch.Tensor]:
 
 
 def vllm(s: Operands) -> torch.Tensor:
-    call = vllm_scaled_mm()
+    call = vllm_kernels.scaled_mm()
     assert call is not None
     return call(s["f"], s["wf"], s["fs"], s["wfs"], s["bias"], torch.bfloat16)
 
 
 def columns() -> dict[str, Callable[[Operands], torch.Tensor]]:
-    peers = {"vLLM": vllm} if vllm_scaled_mm() is not None else {}
+    peers = {"vLLM": vllm} if vllm_kernels.scaled_mm() is not None else {}
     return {
         "fast": linear("f", "wf", "fs", "wfs", fast_accumulate=True),
         "exact sums": linear("f", "wf", "fs", "wfs"),
@@ -91,8 +91,8 @@ def serves(call: Callable[[Operands], torch.Tensor], s: Operands) -> bool:
 
 def measured(m: int, n: int, k: int, repeats: int) -> dict[str, Any]:
     sets = operands(m, n, k)
-    if vllm_scaled_mm() is not None:
-        expect_alike("vLLM", vllm(sets[0]), columns()["fast"](sets[0]))
+    if vllm_kernels.scaled_mm() is not None:
+        vllm_kernels.expect_alike("vLLM", vllm(sets[0]), columns()["fast"](sets[0]))
     with overlap(False):
         graphs = {
             name: Captured([lambda s=s, f=f: f(s) for s in sets]) for name, f in columns().items() if serves(f, sets[0])

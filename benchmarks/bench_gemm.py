@@ -7,8 +7,6 @@ ends (programmatic dependent launch) and the weight is promised to be constant.
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch.nn.functional import linear
 import octofuse
 from octofuse.ops.measure import Captured, device_time, device_times, overlap
 from octofuse.testing.timing import host_time
-from peers import expect_alike, vllm_scaled_mm
+from peers.vllm import expect_alike, scaled_mm
 
 LARGE = (
     (1024, 2304, 768), (1024, 768, 768), (1024, 3072, 768), (1024, 768, 3072), (8192, 3072, 768), (2048, 1920, 1920),
@@ -28,7 +26,6 @@ SMALL = tuple((m, n, k) for n, k in ((768, 768), (2304, 768), (768, 3072), (4096
               for m in (1, 4, 16, 64, 128))  # fmt: skip
 COMPILED = (*LARGE[:4], (4096, 4096, 4096))  # a compilation takes seconds a shape
 CURVES = ((4096, 4096), (2304, 768), (768, 3072))
-PEER = "cutlass_sm90/128x128x128_pingpong_2x1"  # the configuration of the int8 peer that is fastest on this chip
 L2_BYTES = 128 << 20  # twice the largest L2 that we know
 
 
@@ -48,55 +45,6 @@ def int_mm(s: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return (torch._int_mm(x, w.t()).float() * w_scale * x_scale + bias).half()
 
 
-def dynamic_peers(sets: list[tuple[torch.Tensor, ...]]) -> dict[str, Captured]:
-    """int8 linears of other libraries, where they are installed: fp16 in, fp16 out, quantisation included."""
-    halves = [(x.half(), w.half(), bias) for x, w, _, _, bias in sets[: max(2, len(sets) // 2)]]
-    found = {}
-    for name, convert in (
-        ("torchao", torchao_linear),
-        ("gemlite", gemlite_linear),
-        ("bitsandbytes", bitsandbytes_linear),
-    ):
-        if importlib.util.find_spec(name) is None:
-            continue
-        try:
-            layers = [convert(w, bias) for _, w, bias in halves]
-            found[f"{name} int8"] = Captured(
-                [lambda x=x, f=f: f(x) for (x, _, _), f in zip(halves, layers, strict=True)]
-            )
-        except Exception as error:  # a peer that cannot run this shape is no reason to stop
-            print(f"{name}: {type(error).__name__}: {error}")
-    return found
-
-
-def float_linear(w: torch.Tensor, bias: torch.Tensor) -> torch.nn.Linear:
-    layer = torch.nn.Linear(w.shape[1], w.shape[0], device=w.device, dtype=w.dtype)
-    layer.weight.data, layer.bias.data = w, bias
-    return layer.requires_grad_(False)
-
-
-def torchao_linear(w: torch.Tensor, bias: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
-
-    model = torch.nn.Sequential(float_linear(w, bias))
-    quantize_(model, Int8DynamicActivationInt8WeightConfig())
-    return torch.compile(model)
-
-
-def gemlite_linear(w: torch.Tensor, bias: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    from gemlite.helper import A8W8_int8_dynamic
-
-    return A8W8_int8_dynamic(device=str(w.device)).from_linear(float_linear(w, bias))
-
-
-def bitsandbytes_linear(w: torch.Tensor, bias: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    import bitsandbytes
-
-    layer = bitsandbytes.nn.Linear8bitLt(w.shape[1], w.shape[0], has_fp16_weights=False, threshold=0.0)
-    layer.load_state_dict({"weight": w.cpu(), "bias": bias.cpu()})
-    return layer.to(w.device)
-
-
 def peers(sets: list[tuple[torch.Tensor, ...]], m: int) -> dict[str, Captured]:
     halves = [(x.half(), w.half(), bias) for x, w, _, _, bias in sets[: max(2, len(sets) // 2)]]
     found = {"fp16 F.linear": Captured([lambda s=s: linear(*s) for s in halves])}
@@ -109,7 +57,7 @@ def peers(sets: list[tuple[torch.Tensor, ...]], m: int) -> dict[str, Captured]:
         found["torch._int_mm"] = Captured([lambda s=s: torch._int_mm(s[0], s[1].t()) for s in sets])
         found["_int_mm + eager dequantise"] = Captured([lambda s=s: int_mm(s) for s in sets])
     octofuse.tune_cublaslt(sets[0][0], sets[0][1])  # the best of its algorithms, not its first guess
-    if (vllm := vllm_scaled_mm()) is not None:
+    if (vllm := scaled_mm()) is not None:
         x, w, x_scale, w_scale, bias = sets[0]
         want = octofuse.i8f16_linear(*sets[0])
         expect_alike("vLLM", vllm(x, w, x_scale, w_scale, bias, torch.float16), want)
@@ -133,7 +81,6 @@ def own(sets: list[tuple[torch.Tensor, ...]]) -> dict[str, Captured]:
     halves = [(s[0].half(), *s[1:]) for s in sets]
     with overlap(False):
         found = {
-            "peer's tile": Captured([lambda s=s: linear_of(s, engine=PEER) for s in sets]),
             "octofuse alone": Captured([lambda s=s: linear_of(s) for s in sets]),
             "int8 out, gelu_tanh": Captured(
                 [lambda s=s: octofuse.i8i8_linear(*s, out_scale=0.05, activation="gelu_tanh") for s in sets]
@@ -149,7 +96,7 @@ def run(smoke: bool) -> dict[str, Any]:
     rows = []
     for m, n, k in (*LARGE[:1], *SMALL[:1]) if smoke else (*LARGE, *SMALL):
         sets = operand_sets(m, n, k)
-        graphs = {**peers(sets, m), **dynamic_peers(sets), **own(sets)}
+        graphs = {**peers(sets, m), **own(sets)}
         if (m, n, k) in COMPILED:
             compiled = torch.compile(int_mm, dynamic=False)
             graphs["_int_mm + dequantise, torch.compile"] = Captured([lambda s=s, f=compiled: f(s) for s in sets])
@@ -158,7 +105,6 @@ def run(smoke: bool) -> dict[str, Any]:
         row["TOPS"] = 2 * m * n * k / row["octofuse alone"] / 1e6
         row["GB/s"] = (n * k + m * k + 2 * m * n) / row["octofuse alone"] / 1e3
         row["over fp16"] = row["fp16 F.linear"] / row["octofuse alone"]
-        row["over peer's tile"] = row["peer's tile"] / row["octofuse alone"]
         rows.append(row)
     return {"unit": "us", "rows": rows, "host_us_per_call": host_times(), "curves": {} if smoke else curves()}
 

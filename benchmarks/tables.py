@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+import peer_tables
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -152,6 +154,15 @@ def prompts() -> str:
         gains = [row["fp16 F.linear"] / row["w4a16"] for row in found if row["M"] == m]
         means.append(f"{m} tokens {geometric_mean(gains):.2f} (worst {min(gains):.2f})")
     return f"{lines(('M, N, K', 'fp16', *names), rows)}\n\nfp16 over w4a16, geometric mean: {'; '.join(means)}."
+
+
+def peers() -> str:
+    return lines(("the fastest other kernel over octofuse", "layers", *peer_tables.BANDS), peer_tables.summary(RESULTS))
+
+
+def peer_times() -> str:
+    families = ("w8a8", "w8a16", "w4a16", "w4a8", "w4a8-g128", "w3a16", "w2a16", "w1a16")
+    return peer_tables.all_times(RESULTS, families, us, lines)
 
 
 def codebook() -> str:
@@ -318,7 +329,7 @@ def files() -> str:
 
 def versions() -> str:
     found = result("h200/gemm")
-    names = ("tests", "gemm", "float8", "decode", "gpt2", "lowbit", "prompts", "codebook", "outliers", "files",
+    names = ("tests", "peers", "gemm", "float8", "decode", "gpt2", "lowbit", "prompts", "codebook", "outliers", "files",
              "parallel")  # fmt: skip
     ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in names]
     return (
@@ -330,9 +341,9 @@ def versions() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        highlights, schemes, costs, gemm, float8, lowbit, prompts, codebook, outliers, decoders, decoder_loads,
-        decoders_h100, decoder_loads_h100, parallel, gathers, gpt2, batches, files, cpu_avx2, cpu_avx512, llama_cpp,
-        machines, tests, versions,
+        highlights, schemes, costs, peers, peer_times, gemm, float8, lowbit, prompts, codebook, outliers, decoders,
+        decoder_loads, decoders_h100, decoder_loads_h100, parallel, gathers, gpt2, batches, files, cpu_avx2, cpu_avx512,
+        llama_cpp, machines, tests, versions,
     )
 }  # fmt: skip
 

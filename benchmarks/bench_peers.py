@@ -1,0 +1,163 @@
+"""This library's kernels beside the best public ones (peers/), at the shapes of PEERS: device time of a linear.
+
+Weights from memory, rotating; tokens are normal numbers, quantised in front of the clock but for the columns that say
+"quantised". Before it is timed every kernel's result is compared with the product of what its operands stand for, in fp32;
+a wrong one is left out and said. Every kernel waits for the one before it, but for the columns that say "chained".
+
+    python benchmarks/run.py peers --out FOLDER
+    python benchmarks/bench_peers.py --families w4a8 --tokens 1 16 --seconds 60 --out FOLDER   # some of it
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench_lowbit import warm_up
+from octofuse.ops.measure import Captured, device_times, overlap
+from octofuse.testing.timing import environment
+from peers import found, kernels_of
+from peers.layer import FAMILIES, Kernel, Layer, Tokens, random_layer, tokens_of
+
+SHAPES = ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (12288, 12288))
+TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
+GRAPH = 1.5e-3  # seconds that a graph should take, or 48 calls
+BYTES, OPERATIONS = 4e12, 1e15  # a second, about
+COMPILING = 40  # seconds that a row waits for its kernel
+
+Row = tuple[str, int, int, int]  # family, M, N, K
+
+
+class Bench:
+    """The kernels of one layer, for one number of tokens after the other."""
+
+    def __init__(self, family: str, n: int, k: int, modules: dict[str, ModuleType]) -> None:
+        self.layer: Layer = random_layer(family, n, k)
+        self.kernels: list[Kernel] = kernels_of(modules, family)
+        self.weights: dict[Any, list[tuple[Any, ...]]] = {}  # by what prepared them
+        self.failed: dict[str, str] = {}
+
+    def captured(self, kernel: Kernel, tokens: list[Tokens]) -> tuple[Captured, float]:
+        """Its calls in a graph, and its relative error. ArithmeticError for a wrong result."""
+        if kernel.prepare not in self.weights:
+            self.weights[kernel.prepare] = kernel.weights(self.layer)
+        calls = kernel.calls(self.weights[kernel.prepare], tokens)
+        want = kernel.expected(self.layer, tokens[0])
+        error = relative_error(calls[0]()[: want.shape[0]], want)
+        if not error <= kernel.tolerance:
+            raise ArithmeticError(f"wrong by {error:.3g}")
+        with overlap(kernel.chained):
+            return Captured(calls, least=max(2, min(48, round(GRAPH / self.seconds(tokens))))), error
+
+    def seconds(self, tokens: list[Tokens]) -> float:
+        """About what a call takes."""
+        outputs = self.layer.n * self.layer.k
+        return max(outputs * self.layer.bits / 8 / BYTES, 2.0 * outputs * tokens[0].x.shape[0] / OPERATIONS)
+
+    def row(self, m: int, why_not: dict[str, str]) -> dict[str, Any]:
+        """Times by column; `why_not`: kernels that are left out."""
+        tokens = tokens_of(self.layer, m)
+        failed = dict(why_not)
+        errors: dict[str, float] = {}
+        graphs: dict[str, Captured] = {}
+        for kernel in self.kernels:
+            if kernel.name in failed:
+                continue
+            try:
+                graphs[kernel.name], error = self.captured(kernel, tokens)
+                errors[kernel.name] = round(error, 5)
+            except Exception as error:  # a peer that cannot run this is no reason to stop
+                if kernel.name.startswith(("octofuse", "fp16")):
+                    raise
+                failed[kernel.name] = f"{type(error).__name__}: {str(error)[:200]}"
+        repeats = 9 if self.seconds(tokens) < GRAPH / 4 else 5
+        us = {name: round(t, 2) for name, t in device_times(graphs, repeats=repeats).items()}
+        compared = [kernel.name for kernel in self.kernels if kernel.compared and kernel.name in us]
+        shape = {"family": self.layer.family, "M": m, "N": self.layer.n, "K": self.layer.k}
+        return {**shape, "us": us, "relative error": errors, "failed": failed, "compared": compared}
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want).norm() / want.norm())
+
+
+def rows_of(wanted: list[Row], modules: dict[str, ModuleType]) -> Iterator[dict[str, Any]]:
+    """Rows of one layer stand together in `wanted`."""
+    ahead = None
+    if "humming" in modules:
+        from peers.humming import Ahead
+
+        ahead = Ahead(wanted, max(1, (os.cpu_count() or 4) - 3))
+    bench, of = None, None
+    for row in wanted:
+        family, m, n, k = row
+        if of != (family, n, k):
+            bench, of = None, (family, n, k)
+            torch.cuda.empty_cache()
+            bench = Bench(family, n, k, modules)
+        assert bench is not None
+        why_not = {}
+        if ahead is not None:
+            try:
+                ahead.wait(row, COMPILING)
+            except Exception as error:  # what its compiler says
+                why_not["Humming"] = f"{type(error).__name__}: {error}"
+        yield bench.row(m, why_not)
+    if ahead is not None:
+        ahead.stop()
+
+
+def all_rows(families: tuple[str, ...] = FAMILIES, shapes: tuple[tuple[int, int], ...] = SHAPES,
+             tokens: tuple[int, ...] = TOKENS) -> list[Row]:  # fmt: skip
+    return [(family, m, n, k) for n, k in shapes for family in families for m in tokens]
+
+
+def run(smoke: bool) -> dict[str, Any]:
+    modules, missing = found()
+    warm_up(smoke)
+    wanted = all_rows(shapes=SHAPES[:1], tokens=(1, 64)) if smoke else all_rows()
+    return {"unit": "us", "missing": missing, "rows": list(rows_of(wanted, modules))}
+
+
+def shape(text: str) -> tuple[int, int]:
+    n, _, k = text.partition("x")
+    return int(n), int(k)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
+    parser.add_argument("--shapes", nargs="+", type=shape, default=SHAPES, metavar="NxK")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no row after so many")
+    parser.add_argument("--out", type=Path, required=True, help="folder of peers.json, rewritten after every layer")
+    args = parser.parse_args()
+    end = time.monotonic() + args.seconds
+    modules, missing = found()
+    print("missing:", missing or "nothing", flush=True)
+    warm_up(smoke=False)
+    rows: list[dict[str, Any]] = []
+    record = {**environment("python benchmarks/bench_peers.py"), "unit": "us", "missing": missing, "rows": rows}
+    args.out.mkdir(parents=True, exist_ok=True)
+    write = functools.partial((args.out / "peers.json").write_text, encoding="utf-8")
+    for row in rows_of(all_rows(tuple(args.families), tuple(args.shapes), tuple(args.tokens)), modules):
+        rows.append(row)
+        write(json.dumps(record, indent=1) + "\n")
+        print(row["family"], row["M"], f"{row['N']}x{row['K']}", row["us"], row["failed"] or "", flush=True)
+        if time.monotonic() > end:
+            break
+    os._exit(0)  # kernels that are still being compiled are not waited for
+
+
+if __name__ == "__main__":
+    main()

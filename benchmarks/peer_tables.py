@@ -1,0 +1,84 @@
+"""The tables of docs/peers.md, and the summary in README.md; `tables.py` writes them from results/h200/peers.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+OWN, QUANTISED = "octofuse", "quantised"
+BANDS = {
+    "1 token": (1, 1),
+    "4 to 16": (4, 16),
+    "32 to 128": (32, 128),
+    "256, 512": (256, 512),
+    "2048, 8192": (2048, 8192),
+}
+Row = dict[str, Any]
+
+
+def rows_of(results: Path, family: str) -> list[Row]:
+    path = results / "h200" / "peers.json"
+    return [row for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["family"] == family]
+
+
+def fastest(row: Row, quantised: bool = False) -> tuple[str, float] | None:
+    """The fastest other kernel that does the same work: its name and time."""
+    others = {name: row["us"][name] for name in row["compared"] if not name.startswith(OWN)}
+    others = {name: us for name, us in others.items() if name.endswith(QUANTISED) == quantised}
+    return min(others.items(), key=lambda item: item[1]) if others else None
+
+
+def ratio(row: Row, quantised: bool = False) -> float | None:
+    found = fastest(row, quantised)
+    return None if found is None else found[1] / row["us"][f"{OWN} {QUANTISED}" if quantised else OWN]
+
+
+def float8_ratio(row: Row) -> float | None:
+    others = [us for name, us in row["us"].items() if "fp8" in name]
+    return min(others) / row["us"][OWN] if others else None
+
+
+def summary(results: Path) -> list[tuple[str, ...]]:
+    """By family the layers measured; by tokens the fastest other kernel's time over ours, geometric mean and worst."""
+    kinds: dict[str, tuple[str, Callable[[Row], float | None]]] = {
+        "int8": ("w8a8", ratio),
+        "int8, with quantisation": ("w8a8", lambda row: ratio(row, quantised=True)),
+        "int8, beside fp8 kernels": ("w8a8", float8_ratio),
+    }
+    names = {"w8a16": "8-bit weights", "w4a16": "4-bit weights", "w3a16": "3-bit weights", "w2a16": "2-bit weights",
+             "w1a16": "1-bit weights", "w4a8": "4-bit weights, int8", "w4a8-g128": "the same, groups of 128"}  # fmt: skip
+    kinds |= {label: (family, ratio) for family, label in names.items()}
+    lines = []
+    for label, (family, of) in kinds.items():
+        rows = rows_of(results, family)
+        cells = [str(len({(row["N"], row["K"]) for row in rows}))]
+        for low, high in BANDS.values():
+            found = [of(row) for row in rows if low <= row["M"] <= high]
+            ratios = [r for r in found if r is not None]
+            cells.append(f"{geometric_mean(ratios):.2f} [{min(ratios):.2f}]" if ratios else "")
+        if rows:
+            lines.append((label, *cells))
+    return lines
+
+
+def times(results: Path, family: str, us: Callable[[float], str]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Heads and rows: by tokens and shape this library's time, alone and chained, and the fastest other kernel's."""
+    rows = rows_of(results, family)
+    shapes = list(dict.fromkeys((row["N"], row["K"]) for row in rows))
+    cells: dict[int, dict[tuple[int, int], str]] = {}
+    for row in rows:
+        found = fastest(row)
+        other = "" if found is None else f", {us(found[1])} {found[0]}"
+        own = f"{us(row['us'][OWN])} / {us(row['us'][f'{OWN}, chained'])}"
+        cells.setdefault(row["M"], {})[row["N"], row["K"]] = own + other
+    body = [(str(m), *(by_shape.get(shape, "") for shape in shapes)) for m, by_shape in cells.items()]
+    return ["tokens", *(f"{n} x {k}" for n, k in shapes)], body
+
+
+def all_times(results: Path, families: Iterable[str], us: Callable[[float], str],
+              lines: Callable[[Iterable[str], Iterable[Iterable[Any]]], str]) -> str:  # fmt: skip
+    measured = [family for family in families if rows_of(results, family)]
+    return "\n\n".join(f"### {family}\n\n{lines(*times(results, family, us))}" for family in measured)

@@ -1,0 +1,66 @@
+"""benchmarks/peers: what all kernels are given is the same weight, and what the tables say follows from the times."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import peer_tables
+from peers import layer, ours, vllm
+
+
+@pytest.mark.parametrize("family", layer.FAMILIES)
+def test_our_columns_multiply_the_weight_that_others_get(family: str) -> None:
+    weight = layer.random_layer(family, 48, 256, "cpu")
+    tokens = layer.Tokens(5, 256, "cpu")
+    kernels = ours.kernels(family)
+    assert {kernel.chained for kernel in kernels} == {False, True}
+    for kernel in kernels:
+        want = kernel.expected(weight, tokens)
+        got = kernel.call(tokens[kernel.takes], *kernel.prepare(weight))
+        error = float((got.float() - want).norm() / want.norm())
+        assert error < kernel.tolerance, kernel.name
+        assert error > 0 or kernel.takes == "int8"
+
+
+def test_scales_of_two_levels_are_numbers_in_fp16() -> None:
+    """So other engines' groups and ours have the same weight."""
+    weight = layer.random_layer("w4a8-g128", 64, 512, "cpu")
+    assert weight.steps is not None
+    channel = weight.scale[:, :1].float() / weight.steps[:, :1]
+    assert torch.equal(weight.scale.float(), channel * weight.steps)
+
+
+def test_words_of_codes() -> None:
+    weight = layer.random_layer("w4a16", 8, 128, "cpu")
+    words = vllm.words(weight)
+    assert words.shape == (16, 8)
+    codes = torch.stack([words >> shift & 15 for shift in range(0, 32, 4)], 1).reshape(128, 8)
+    assert torch.equal(codes.t().to(torch.uint8), weight.codes)
+
+
+def row(m: int, **us: float) -> dict[str, object]:
+    times = {name.replace("_", " "): value for name, value in us.items()}
+    compared = [name for name in times if "fp8" not in name]
+    return {"family": "w8a8", "M": m, "N": 64, "K": 64, "us": times, "compared": compared}
+
+
+def test_tables_divide_the_fastest_by_ours(tmp_path: Path) -> None:
+    (tmp_path / "h200").mkdir()
+    rows = [
+        row(1, octofuse=2, vLLM=4, Humming=3, vLLM_fp8=1, octofuse_quantised=3, vLLM_quantised=6),
+        row(4, octofuse=2, vLLM=4, octofuse_quantised=3),
+        row(16, octofuse=2, vLLM=1, octofuse_quantised=3),
+    ]
+    (tmp_path / "h200" / "peers.json").write_text(json.dumps({"rows": rows}))
+    found = {label: cells for label, *cells in peer_tables.summary(tmp_path)}
+    assert found["int8"][:4] == ["1", "1.50 [1.50]", "1.00 [0.50]", ""]
+    assert found["int8, with quantisation"][1:3] == ["2.00 [2.00]", ""]
+    assert found["int8, beside fp8 kernels"][1] == "0.50 [0.50]"
+    assert "4-bit weights" not in found
