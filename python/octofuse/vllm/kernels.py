@@ -20,13 +20,14 @@ from vllm.platforms import PlatformEnum, current_platform
 
 from octofuse import _C
 from octofuse.files.words import unpack_words
-from octofuse.ops import linear, quantized_linear, woq_linear
+from octofuse.ops import linear, quantize_per_token, quantized_linear, woq_linear
 from octofuse.quant.packing import pack, row_parts
 from octofuse.quant.weight_only import GROUPS
 
 LEAST_CAPABILITY = 80  # of kernels on tensor cores of int8
 FLOAT8_CAPABILITY = 90  # of its own kernels
 WIDTHS = (2, 4, 8)  # whose codes fill a word
+SIGNED_BITS = 4  # of CompressedTensorsW4A8Int, which hands over int8 [N, K]
 
 
 def unsupported(compute_capability: int | None) -> str | None:
@@ -113,8 +114,22 @@ class OctofuseFP8LinearKernel(FP8ScaledMMLinearKernel):  # type: ignore[misc]
         return y.view(output_shape)
 
 
+def asks_for_int8_tokens(layer: Any) -> bool:
+    """What CompressedTensorsWNA8Int leaves on a layer for the kernel that is written for it."""
+    asked = getattr(layer, "_humming_input_quant_config", None) or {}
+    wanted = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+    return all(asked.get(name) == value for name, value in wanted.items())
+
+
 class OctofuseMPLinearKernel(MPLinearKernel):  # type: ignore[misc]
-    """Weights of 2, 4 or 8 bits beside activations in fp16 or bf16."""
+    """Weights of 2, 4 or 8 bits beside activations in fp16 or bf16.
+
+    Where a file asks for int8 activations (CompressedTensorsWNA8Int; CompressedTensorsW4A8Int, whose codes are signed) and
+    weights are symmetric with a scale for each channel, tokens are quantised to int8 and their bits do not depend on the
+    batch; else they stay in 16 bits.
+    """
+
+    quantises_tokens = False
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -125,26 +140,43 @@ class OctofuseMPLinearKernel(MPLinearKernel):  # type: ignore[misc]
         if (reason := unsupported(None)) is not None:
             return False, reason
         kind = c.weight_type
-        if not kind.is_integer() or kind.is_signed() or kind.size_bits not in WIDTHS:
-            return False, f"octofuse takes unsigned codes of {', '.join(map(str, WIDTHS))} bits, got {kind}"
-        if kind.has_bias() == c.zero_points:
+        signed = kind.is_integer() and kind.is_signed() and kind.size_bits == SIGNED_BITS
+        if not signed and (not kind.is_integer() or kind.is_signed() or kind.size_bits not in WIDTHS):
+            widths = ", ".join(map(str, WIDTHS))
+            return False, f"octofuse takes unsigned codes of {widths} bits and signed ones of {SIGNED_BITS}, got {kind}"
+        if c.zero_points if signed else kind.has_bias() == c.zero_points:
             return False, f"octofuse takes zero points or one zero for all, got {kind} with zero_points={c.zero_points}"
         if c.act_type not in (torch.float16, torch.bfloat16):
             return False, f"octofuse takes activations in float16 or bfloat16, got {c.act_type}"
-        if c.group_size not in (-1, *GROUPS):
+        if c.group_size not in (-1, c.partition_weight_shape[0], *GROUPS):
             return False, f"octofuse takes groups of {', '.join(map(str, GROUPS))} or a row, got {c.group_size}"
         return True, None
 
     @property
     def _group(self) -> int | None:
-        return None if self.config.group_size == -1 else self.config.group_size
+        group = self.config.group_size
+        return None if group in (-1, self.config.partition_weight_shape[0]) else group
+
+    @property
+    def _zero(self) -> int | None:
+        """Of all codes, which are unsigned once they are packed; None: the layer has zero points."""
+        kind = self.config.weight_type
+        if self.config.zero_points:
+            return None
+        return 1 << SIGNED_BITS - 1 if kind.is_signed() else int(kind.bias)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Codes are packed anew, scales lie `[G, N]`, zero points as uint8 `[G, N]`."""
-        bits = self.config.weight_type.size_bits
+        kind = self.config.weight_type
+        bits = kind.size_bits
         k, n = self.config.partition_weight_shape
+        is_row = self._group is None and not self.config.zero_points
+        self.quantises_tokens = is_row and (kind.is_signed() or asks_for_int8_tokens(layer))
 
         def packed(stored: Any) -> Tensor:
+            if kind.is_signed():  # int8 [N, K]
+                codes = stored.data + (1 << bits - 1)
+                return torch.cat([pack(part, bits) for part in row_parts(codes.to(torch.uint8))])
             words = permute_param_layout_(stored, input_dim=0, output_dim=1, packed_dim=0).data.t()
             return torch.cat([pack(unpack_words(part, bits, k), bits) for part in row_parts(words.contiguous())])
 
@@ -162,11 +194,14 @@ class OctofuseMPLinearKernel(MPLinearKernel):  # type: ignore[misc]
             self._transform_param(layer, self.w_zp_name, zeros)
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        weight, scale, zero = self._get_weight_params(layer)
+        weight, scale, zeros = self._get_weight_params(layer)
         kind = self.config.weight_type
+        x, x_scale = x.contiguous(), None
+        if self.quantises_tokens:
+            x, x_scale = quantize_per_token(x)
+        zero = zeros if self._zero is None else self._zero
         return woq_linear(
-            x.contiguous(), weight, scale, zero if self.config.zero_points else kind.bias, bias, bits=kind.size_bits,
-            group=self._group, constant_weight=True,
+            x, weight, scale, zero, bias, bits=kind.size_bits, group=self._group, x_scale=x_scale, constant_weight=True,
         )  # fmt: skip
 
 
