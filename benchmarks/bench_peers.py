@@ -1,8 +1,9 @@
-"""This library's kernels beside the best public ones (peers/), at the shapes of PEERS: device time of a linear.
+"""This library's kernels beside the best public ones (peers/), on layers of models: device time of a linear.
 
 Weights from memory, rotating; tokens are normal numbers, quantised in front of the clock but for the columns that say
-"quantised". Before it is timed every kernel's result is compared with the product of what its operands stand for, in fp32;
-a wrong one is left out and said. Every kernel waits for the one before it, but for the columns that say "chained".
+"quantised". Before it is timed every kernel's result is compared with the product of what its operands stand for, in fp32
+(but for torch's fp8 by tensor, which takes no scales); a wrong one is left out and said. Every kernel waits for the one
+before it, but for the columns that say "chained".
 
     python benchmarks/run.py peers --out FOLDER
     python benchmarks/bench_peers.py --families w4a8 --tokens 1 16 --seconds 60 --out FOLDER   # some of it
@@ -14,6 +15,7 @@ import argparse
 import functools
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,13 +23,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bench_lowbit import warm_up
 from octofuse.ops.measure import Captured, device_times, overlap
 from octofuse.testing.timing import environment
 from peers import found, kernels_of
-from peers.layer import FAMILIES, Kernel, Layer, Tokens, random_layer, tokens_of
+from peers.layer import FAMILIES, Kernel, Layer, Tokens, compared_rows, random_layer, relative_error, tokens_of
 
 SHAPES = ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (12288, 12288))
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
@@ -52,8 +53,7 @@ class Bench:
         if kernel.prepare not in self.weights:
             self.weights[kernel.prepare] = kernel.weights(self.layer)
         calls = kernel.calls(self.weights[kernel.prepare], tokens)
-        want = kernel.expected(self.layer, tokens[0])
-        error = relative_error(calls[0]()[: want.shape[0]], want)
+        error = relative_error(compared_rows(calls[0]()), kernel.expected(self.layer, tokens[0]))
         if not error <= kernel.tolerance:
             raise ArithmeticError(f"wrong by {error:.3g}")
         with overlap(kernel.chained):
@@ -61,8 +61,8 @@ class Bench:
 
     def seconds(self, tokens: list[Tokens]) -> float:
         """About what a call takes."""
-        outputs = self.layer.n * self.layer.k
-        return max(outputs * self.layer.bits / 8 / BYTES, 2.0 * outputs * tokens[0].x.shape[0] / OPERATIONS)
+        weights = self.layer.n * self.layer.k
+        return max(weights * self.layer.bits / 8 / BYTES, 2.0 * weights * tokens[0].x.shape[0] / OPERATIONS)
 
     def row(self, m: int, why_not: dict[str, str]) -> dict[str, Any]:
         """Times by column; `why_not`: kernels that are left out."""
@@ -74,8 +74,8 @@ class Bench:
             if kernel.name in failed:
                 continue
             try:
-                graphs[kernel.name], error = self.captured(kernel, tokens)
-                errors[kernel.name] = round(error, 5)
+                graphs[kernel.name], relative = self.captured(kernel, tokens)
+                errors[kernel.name] = round(relative, 5)
             except Exception as error:  # a peer that cannot run this is no reason to stop
                 if kernel.name.startswith(("octofuse", "fp16")):
                     raise
@@ -85,10 +85,6 @@ class Bench:
         compared = [kernel.name for kernel in self.kernels if kernel.compared and kernel.name in us]
         shape = {"family": self.layer.family, "M": m, "N": self.layer.n, "K": self.layer.k}
         return {**shape, "us": us, "relative error": errors, "failed": failed, "compared": compared}
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    return float((got.float() - want).norm() / want.norm())
 
 
 def rows_of(wanted: list[Row], modules: dict[str, ModuleType]) -> Iterator[dict[str, Any]]:
@@ -124,12 +120,16 @@ def all_rows(families: tuple[str, ...] = FAMILIES, shapes: tuple[tuple[int, int]
 
 def run(smoke: bool) -> dict[str, Any]:
     modules, missing = found()
+    if missing and not smoke:
+        raise SystemExit(
+            f"peers: expected all engines (docs/peers.md says how), missing {missing}; bench_peers.py takes fewer"
+        )
     warm_up(smoke)
     wanted = all_rows(shapes=SHAPES[:1], tokens=(1, 64)) if smoke else all_rows()
     return {"unit": "us", "missing": missing, "rows": list(rows_of(wanted, modules))}
 
 
-def shape(text: str) -> tuple[int, int]:
+def parsed_shape(text: str) -> tuple[int, int]:
     n, _, k = text.partition("x")
     return int(n), int(k)
 
@@ -137,7 +137,7 @@ def shape(text: str) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
-    parser.add_argument("--shapes", nargs="+", type=shape, default=SHAPES, metavar="NxK")
+    parser.add_argument("--shapes", nargs="+", type=parsed_shape, default=SHAPES, metavar="NxK")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no row after so many")
     parser.add_argument("--out", type=Path, required=True, help="folder of peers.json, rewritten after every layer")
@@ -147,7 +147,7 @@ def main() -> None:
     print("missing:", missing or "nothing", flush=True)
     warm_up(smoke=False)
     rows: list[dict[str, Any]] = []
-    record = {**environment("python benchmarks/bench_peers.py"), "unit": "us", "missing": missing, "rows": rows}
+    record = {**environment(" ".join(["python", *sys.argv])), "unit": "us", "missing": missing, "rows": rows}
     args.out.mkdir(parents=True, exist_ok=True)
     write = functools.partial((args.out / "peers.json").write_text, encoding="utf-8")
     for row in rows_of(all_rows(tuple(args.families), tuple(args.shapes), tuple(args.tokens)), modules):

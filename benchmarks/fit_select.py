@@ -34,6 +34,7 @@ import numpy as np
 from octofuse import _C
 
 SMS = 132
+FLOAT8 = "wgmma_float8"  # what the names of its kernels begin with
 # Arithmetic of candidates.h, and what the names of its kernels begin with.
 ARITHMETICS = {"kInt8": "", "kFloat8": "wgmma_float8/", "kFloat8Fast": "wgmma_float8_fast/"}
 NOISE = 1.005  # between two measurements of a step
@@ -65,12 +66,12 @@ def non_negative_fit(a: np.ndarray, b: np.ndarray, rounds: int = 2000) -> np.nda
 
 
 def weighed(times: Times, rates: dict[str, float]) -> Times:
-    """Of large products the times by which the fastest is chosen; `rates`: us for 1e9 products, alone."""
+    """The times by which the fastest is chosen; `rates`: us for 1e9 products alone, of the kernels that have one."""
     found = {}
     for mnk, row in times.items():
-        products = math.prod(mnk)
-        steady = {name: math.sqrt(t * rates[name] * products / 1e9) for name, t in row.items() if name in rates}
-        found[mnk] = steady if products >= STEADY * 1e6 and steady else row
+        products = math.prod(mnk) / 1e9
+        steady = {name: math.sqrt(t * rates[name] * products) for name, t in row.items() if name in rates}
+        found[mnk] = row | steady if products >= STEADY / 1e3 else row
     return found
 
 
@@ -137,9 +138,10 @@ def times_of(records: list[dict]) -> Times:
         for key, row in record.get("us", {}).items():
             found = {name: t for name, t in row.items() if name in known}
             mnk = tuple(map(int, key.split(",")))
-            # Of int8 a later sweep takes an earlier one's place.
-            floats = any(name.startswith("wgmma_float8") for name in found)
-            times[mnk] = times.get(mnk, {}) | found if floats else found
+            before = times.get(mnk, {})
+            if not any(name.startswith(FLOAT8) for name in found):  # of int8 a later sweep takes an earlier one's place
+                before = {name: t for name, t in before.items() if name.startswith(FLOAT8)}
+            times[mnk] = before | found
     return times
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/peers.md, and the summary in README.md; `tables.py` writes them from results/h200/peers.json."""
+"""The tables of docs/peers.md; `tables.py` writes them from results/h200/peers.json."""
 
 from __future__ import annotations
 
@@ -37,8 +37,13 @@ def ratio(row: Row, quantised: bool = False) -> float | None:
 
 
 def float8_ratio(row: Row) -> float | None:
-    others = [us for name, us in row["us"].items() if "fp8" in name]
+    """Not by tensor: that has neither scales nor a bias to apply."""
+    others = [us for name, us in row["us"].items() if "fp8" in name and "tensor" not in name]
     return min(others) / row["us"][OWN] if others else None
+
+
+def float16_ratio(row: Row) -> float | None:
+    return float(row["us"]["fp16 F.linear"] / row["us"][OWN])
 
 
 def summary(results: Path) -> list[tuple[str, ...]]:
@@ -49,8 +54,11 @@ def summary(results: Path) -> list[tuple[str, ...]]:
         "int8, beside fp8 kernels": ("w8a8", float8_ratio),
     }
     names = {"w8a16": "8-bit weights", "w4a16": "4-bit weights", "w3a16": "3-bit weights", "w2a16": "2-bit weights",
-             "w1a16": "1-bit weights", "w4a8": "4-bit weights, int8", "w4a8-g128": "the same, groups of 128"}  # fmt: skip
+             "w1a16": "1-bit weights", "w4a8": "4-bit weights, int8",
+             "w4a8-g128": "4-bit weights, int8, groups of 128"}  # fmt: skip
     kinds |= {label: (family, ratio) for family, label in names.items()}
+    kinds["fp16 `F.linear`, beside int8"] = ("w8a8", float16_ratio)
+    kinds["fp16 `F.linear`, beside 4-bit weights"] = ("w4a16", float16_ratio)
     lines = []
     for label, (family, of) in kinds.items():
         rows = rows_of(results, family)

@@ -68,10 +68,14 @@ def linear_cases(chosen: list[str]) -> int:
 
 
 def many_tile_cases(chosen: list[str]) -> int:
-    """A persistent kernel's block works through several tiles: 14 x 14 of them or more, more than any GPU has SMs."""
+    """A persistent kernel's block works through several tiles: 14 x 14 of them or more, more than any GPU has SMs.
+
+    Rows of outputs whose length is a multiple of 8 leave by the copy engine.
+    """
     names = [name for name in chosen if name.startswith("wgmma/") and ("_pingpong" in name or "_cooperative" in name)]
     wide = [name for name in names if "x192_" in name or "x256_" in name]
-    return _many_tiles([name for name in names if name not in wide], 1700) + _many_tiles(wide, 3400)
+    narrow = [name for name in names if name not in wide]
+    return _many_tiles(narrow, 1704) + _many_tiles(narrow[:1], 1700) + _many_tiles(wide, 3400)
 
 
 def _many_tiles(names: list[str], n: int) -> int:
@@ -91,7 +95,7 @@ def float8_cases(chosen: list[str]) -> int:
     """Every float8 kernel, with and without scales of blocks, and quantisation to float8; a persistent one's many tiles."""
     count = 0
     e4m3 = torch.float8_e4m3fn
-    for m, n, k in (*SHAPES, (1700, 1100, 272), (1700, 3432, 272)):
+    for m, n, k in (*SHAPES, (1700, 1104, 272), (1700, 3432, 272)):
         x, w, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
         qw, sw = octofuse.quantize_per_token(w, e4m3)
         for engine in [name for name in chosen if name.startswith(("wgmma_float8", "wgmma_e5m2"))]:

@@ -53,7 +53,7 @@ def test_divergence_falls_and_codes_stay(name: str, tmp_path) -> None:
     assert torch.equal(octofuse.from_pretrained(tmp_path / "q")(ids()).logits, model(ids()).logits)
 
 
-@pytest.mark.parametrize("name", ["w4a16-g32", "w3a16-g32-zp", "w2a16", "w8a16-g64"])
+@pytest.mark.parametrize("name", ["w4a16-g32", "w3a16-g32-zp", "w2a16", "w8a16-g64", "w4a8", "w4a8-g32"])
 @pytest.mark.parametrize(("n", "k"), [(48, 128), (33, 100)])
 def test_trained_codes_start_where_they_were(name: str, n: int, k: int) -> None:
     layer, plain = layer_of(name, n, k, torch.float32, "cpu")
@@ -68,7 +68,7 @@ def test_trained_codes_start_where_they_were(name: str, n: int, k: int) -> None:
     assert set(found.unique().tolist()) == {0, (1 << layer.scheme.bits) - 1}
 
 
-@pytest.mark.parametrize("name", ["w4a16-g32-zp", "w2a16-g64"])
+@pytest.mark.parametrize("name", ["w4a16-g32-zp", "w2a16-g64", "w4a8-g32"])
 def test_codes_learn_too(name: str, tmp_path) -> None:
     """More than scales alone do, on the text that they learnt from; what is saved is what was learnt."""
     teacher = small_gpt2().eval()

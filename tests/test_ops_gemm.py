@@ -264,7 +264,9 @@ def test_sliced_operands(device: str, offset: int, step: int, generator: torch.G
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("out_dtype", FLOATS)
-@pytest.mark.parametrize(("m", "n", "pad"), [(5, 24, 0), (33, 100, 3), (64, 255, 1), (130, 64, 8)])
+@pytest.mark.parametrize(
+    ("m", "n", "pad"), [(5, 24, 0), (33, 100, 3), (64, 255, 1), (130, 64, 8), (130, 64, 7), (300, 1000, 23)]
+)
 def test_out_is_written_whole_and_nothing_beside_it(device: str, out_dtype, m: int, n: int, pad: int) -> None:
     p = operands(m, n, 80, device)
     canary = 7.0

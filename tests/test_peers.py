@@ -48,7 +48,7 @@ def test_words_of_codes() -> None:
 def row(m: int, **us: float) -> dict[str, object]:
     times = {name.replace("_", " "): value for name, value in us.items()}
     compared = [name for name in times if "fp8" not in name]
-    return {"family": "w8a8", "M": m, "N": 64, "K": 64, "us": times, "compared": compared}
+    return {"family": "w8a8", "M": m, "N": 64, "K": 64, "us": times | {"fp16 F.linear": 8}, "compared": compared}
 
 
 def test_tables_divide_the_fastest_by_ours(tmp_path: Path) -> None:
@@ -63,4 +63,5 @@ def test_tables_divide_the_fastest_by_ours(tmp_path: Path) -> None:
     assert found["int8"][:4] == ["1", "1.50 [1.50]", "1.00 [0.50]", ""]
     assert found["int8, with quantisation"][1:3] == ["2.00 [2.00]", ""]
     assert found["int8, beside fp8 kernels"][1] == "0.50 [0.50]"
+    assert found["fp16 `F.linear`, beside int8"][1] == "4.00 [4.00]"
     assert "4-bit weights" not in found

@@ -12,7 +12,6 @@ from types import ModuleType
 
 from peers.layer import Kernel
 
-OWN = "octofuse"
 NAMES = ("pytorch", "ours", "vllm", "humming", "gemlite", "bitsandbytes")
 
 
@@ -24,7 +23,7 @@ def found(names: tuple[str, ...] = NAMES) -> tuple[dict[str, ModuleType], dict[s
         try:
             module.load()
             modules[name] = module
-        except (ImportError, OSError) as error:
+        except Exception as error:  # an engine that cannot start is no reason to stop
             missing[name] = f"{type(error).__name__}: {error}"
     return modules, missing
 

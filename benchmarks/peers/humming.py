@@ -94,8 +94,13 @@ class Ahead:
         self.of_row: dict[tuple[str, int, int, int], Future[Any]] = {}
         for row in rows:
             family, m, n, k = row
-            config = config_of(family, n, k)
-            values = json.loads(config.to_str()) | tuning_of(config, m)
+            try:
+                config = config_of(family, n, k)
+                values = json.loads(config.to_str()) | tuning_of(config, m)
+            except Exception as error:  # a layer that it has no kernel for
+                self.of_row[row] = Future()
+                self.of_row[row].set_exception(error)
+                continue
             values.pop("num_sms", None)
             key = json.dumps(values, sort_keys=True)
             if key not in self.of_kernel:

@@ -22,7 +22,7 @@ E4M3 = torch.float8_e4m3fn
 FAMILIES = ("w8a8", "w4a16", "w8a16", "w4a8", "w4a8-g128", "w3a16", "w2a16", "w1a16")
 ROTATED = 200 << 20  # bytes of weights that a column goes through: more than any L2
 TOKENS_ROTATED = 96 << 20
-CHECKED = 96  # tokens that are compared
+CHECKED = 96  # tokens that are compared: so many of the first and of the last
 
 
 @dataclass
@@ -60,6 +60,11 @@ class Layer:
         """fp32 [N, K]."""
         groups = (self.codes.float() - zero).view(self.n, self.scale.shape[1], -1)
         return (groups * self.scale.float()[:, :, None]).view(self.n, self.k)
+
+    def float8(self) -> tuple[Tensor, Tensor]:
+        """The same weight in e4m3 [N, K], with scales fp32 [N, 1]."""
+        codes, scale = octofuse.quantize_per_token(self.dequantized(self.half).half(), E4M3)
+        return codes, scale
 
 
 def random_layer(family: str, n: int, k: int, device: str = "cuda") -> Layer:
@@ -101,10 +106,20 @@ class Tokens:
             }[kind]()
         return self.made[kind]
 
-    def first(self, kind: str) -> Tensor:
+    def compared(self, kind: str) -> Tensor:
         """fp32, of the tokens that are compared."""
         value = self[kind]
-        return value[:CHECKED].float() if kind in ("fp16", "bf16") else value[0][:CHECKED].float() * value[1][:CHECKED]
+        if kind in ("fp16", "bf16"):
+            return compared_rows(value).float()
+        return compared_rows(value[0]).float() * compared_rows(value[1])
+
+
+def compared_rows(rows: Tensor) -> Tensor:
+    return rows if rows.shape[0] <= 2 * CHECKED else torch.cat([rows[:CHECKED], rows[-CHECKED:]])
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
 
 
 def tokens_of(layer: Layer, m: int) -> list[Tokens]:
@@ -124,7 +139,9 @@ class Kernel:
     zero: float | None = None  # the code that stands for 0, where it is not the middle
     adds_bias: bool = False
     adapt: Callable[..., Any] | None = None  # (tokens, *prepared) -> tokens, before the clock runs
-    compared: bool = True  # its arithmetic is that of the family, so it counts when the fastest is looked for
+    compared: bool = (
+        True  # it does the family's work: weights of so many bits, or their products; so it may be the fastest
+    )
     chained: bool = False  # may overlap with the call before it
 
     def weights(self, layer: Layer) -> list[tuple[Any, ...]]:
@@ -142,7 +159,7 @@ class Kernel:
         return [lambda x=x, w=w: self.call(x, *w) for x, w in pairs]
 
     def expected(self, layer: Layer, tokens: Tokens) -> Tensor:
-        """fp32, the first tokens."""
+        """fp32, of the tokens that are compared."""
         zero = layer.half if self.zero is None else self.zero
-        y = tokens.first(self.takes) @ layer.dequantized(zero).t()
+        y = tokens.compared(self.takes) @ layer.dequantized(zero).t()
         return y + layer.bias.float() if self.adds_bias and layer.bias is not None else y

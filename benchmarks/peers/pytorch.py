@@ -1,4 +1,4 @@
-"""torch's own kernels. Only fp16 is compared with in words; none of them does the work of a family."""
+"""torch's own kernels: fp16, fp8, and its 4-bit one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from octofuse.ops.quantize import quantize_per_token
-from peers.layer import E4M3, GROUP, Kernel, Layer
-
-FP16 = "fp16 F.linear"
+from peers.layer import GROUP, Kernel, Layer
 
 
 def load() -> None:
@@ -19,16 +16,15 @@ def load() -> None:
 
 
 def kernels(family: str) -> list[Kernel]:
-    found = [Kernel(FP16, "fp16", half_weight, lambda x, w: linear(x, w), compared=False)]
+    found = [Kernel("fp16 F.linear", "fp16", half_weight, linear, compared=False)]
     if family == "w8a8":
+        any_error = float("inf")
         found += [
-            Kernel("fp8 _scaled_mm by row", "e4m3", float8_weight, by_row, tolerance=4e-2, compared=False),
-            Kernel(
-                "fp8 _scaled_mm by tensor", "e4m3", float8_weight, by_tensor, tolerance=float("inf"), compared=False
-            ),
+            Kernel("fp8 _scaled_mm by row", "e4m3", row_weight, by_row, 4e-2, adds_bias=True, compared=False),
+            Kernel("fp8 _scaled_mm by tensor", "e4m3", tensor_weight, by_tensor, any_error, compared=False),
         ]
     if family == "w4a16":
-        found.append(Kernel("tinygemm, bf16", "bf16", tinygemm_weight, tinygemm, tolerance=1.5e-2, compared=False))
+        found.append(Kernel("tinygemm, bf16", "bf16", tinygemm_weight, tinygemm, tolerance=1.5e-2))
     return found
 
 
@@ -36,17 +32,23 @@ def half_weight(layer: Layer) -> tuple[Any, ...]:
     return (layer.dequantized(layer.half).half(),)
 
 
-def float8_weight(layer: Layer) -> tuple[Any, ...]:
-    codes, scale = quantize_per_token(layer.dequantized(layer.half).half(), E4M3)
-    return codes, scale.view(1, -1), torch.ones((), device=codes.device)
+def row_weight(layer: Layer) -> tuple[Any, ...]:
+    assert layer.bias is not None
+    codes, scale = layer.float8()
+    return codes, scale.view(1, -1), layer.bias.bfloat16()
 
 
-def by_row(x: tuple[Tensor, Tensor], w: Tensor, scale: Tensor, _: Tensor) -> Tensor:
-    return torch._scaled_mm(x[0], w.t(), x[1], scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+def by_row(x: tuple[Tensor, Tensor], w: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    return torch._scaled_mm(x[0], w.t(), x[1], scale, bias, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def by_tensor(x: tuple[Tensor, Tensor], w: Tensor, _: Tensor, one: Tensor) -> Tensor:
-    """Without the tokens' and the channels' scales, which it does not have: what comes out is not compared."""
+def tensor_weight(layer: Layer) -> tuple[Any, ...]:
+    codes, _ = layer.float8()
+    return codes, torch.ones((), device=codes.device)
+
+
+def by_tensor(x: tuple[Tensor, Tensor], w: Tensor, one: Tensor) -> Tensor:
+    """Without the tokens' and the channels' scales and the bias, which it does not take: its result is not compared."""
     return torch._scaled_mm(x[0], w.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octofuse.ops.quantize import quantize_per_token
-from peers.layer import E4M3, GROUP, Kernel, Layer
+from peers.layer import E4M3, GROUP, Kernel, Layer, relative_error
 
 # x [M, K], w [N, K], scales of tokens [M, 1] and of channels [N], bias [N], the output's dtype -> [M, N]
 ScaledMm = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor]
@@ -47,7 +46,7 @@ def scaled_mm() -> ScaledMm | None:
 
 def expect_alike(name: str, got: Tensor, want: Tensor) -> None:
     """A column that computes something else is not timed."""
-    error = float((got.float() - want.float()).norm() / want.float().norm())
+    error = relative_error(got, want)
     if not error < 1e-2:
         raise ValueError(f"{name}: expected this library's result within 1 %, got an error of {error:.2%}")
 
@@ -55,9 +54,9 @@ def expect_alike(name: str, got: Tensor, want: Tensor) -> None:
 def kernels(family: str) -> list[Kernel]:
     if family == "w8a8":
         return [
-            Kernel("vLLM scaled_mm", "int8", int8_weight, int8_linear, adds_bias=True),
+            Kernel("vLLM scaled_mm", "int8", int8_weight, scaled_linear, adds_bias=True),
             Kernel("vLLM scaled_mm quantised", "fp16", int8_weight, quantised_linear, 2e-2, adds_bias=True),
-            Kernel("vLLM fp8 scaled_mm", "e4m3", float8_weight, int8_linear, 4e-2, adds_bias=True, compared=False),
+            Kernel("vLLM fp8 scaled_mm", "e4m3", float8_weight, scaled_linear, 4e-2, adds_bias=True, compared=False),
         ]
     if family in ("w4a16", "w8a16"):
         kind = INT4 if family == "w4a16" else INT8
@@ -78,11 +77,10 @@ def int8_weight(layer: Layer) -> tuple[Any, ...]:
 
 
 def float8_weight(layer: Layer) -> tuple[Any, ...]:
-    codes, scale = quantize_per_token(layer.dequantized(layer.half).half(), E4M3)
-    return codes, scale, layer.bias
+    return *layer.float8(), layer.bias
 
 
-def int8_linear(x: tuple[Tensor, Tensor], w: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+def scaled_linear(x: tuple[Tensor, Tensor], w: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     out = torch.empty(x[0].shape[0], w.shape[0], dtype=torch.float16, device=w.device)
     load().cutlass_scaled_mm(out, x[0], w.t(), x[1], scale, bias)
     return out
@@ -92,7 +90,7 @@ def quantised_linear(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor) -> Tenso
     codes = torch.empty_like(x, dtype=torch.int8)
     x_scale = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
     load().dynamic_scaled_int8_quant(codes, x, x_scale, None)
-    return int8_linear((codes, x_scale), w, scale, bias)
+    return scaled_linear((codes, x_scale), w, scale, bias)
 
 
 def scalar_type(bits: int, bias: int) -> int:

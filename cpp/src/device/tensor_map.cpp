@@ -28,8 +28,10 @@ CUtensorMapSwizzle swizzle_of(const BoxedMatrix& matrix) {
       return CU_TENSOR_MAP_SWIZZLE_32B;
     case 64:
       return CU_TENSOR_MAP_SWIZZLE_64B;
-    default:
+    case 128:
       return CU_TENSOR_MAP_SWIZZLE_128B;
+    default:
+      throw_launch_error("tensor_map", "swizzled boxes have rows of 32, 64 or 128 bytes");
   }
 }
 
@@ -47,7 +49,7 @@ CUtensorMap tensor_map(const BoxedMatrix& matrix) {
   const CUresult status = encoder()(&map, type, 2, const_cast<void*>(matrix.data), extents, strides, box, steps,
                                     CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(matrix),
                                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS) throw_launch_error("tensor_map", "cuTensorMapEncodeTiled refused an operand");
+  if (status != CUDA_SUCCESS) throw_launch_error("tensor_map", "cuTensorMapEncodeTiled refused a matrix");
   return map;
 }
 

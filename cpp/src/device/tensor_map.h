@@ -1,4 +1,4 @@
-// Matrices as the bulk copy engine (TMA) reads them.
+// Matrices as the bulk copy engine (TMA) reads and writes them.
 #pragma once
 
 #include <cuda.h>

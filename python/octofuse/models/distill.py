@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div, linear, pad
 
 from octofuse.models.quantize import tracked
-from octofuse.nn import QUANTISED, PackedLinear, WeightOnlyLinear, replace_module
+from octofuse.nn import QUANTISED, PackedLinear, TwoLevelLinear, WeightOnlyLinear, replace_module
 from octofuse.nn.linear import weight_of
 from octofuse.ops import quantize_per_token
 from octofuse.quant import WeightOnly, grid
@@ -18,8 +18,8 @@ from octofuse.quant.packing import pack
 
 
 def has_trainable_codes(scheme: WeightOnly) -> bool:
-    """Uniform grids; but what AWQ has folded into a layer before is not in the float weight."""
-    return scheme.code == "grid" and scheme.method != "awq"
+    """Uniform grids, those of two levels too; but what AWQ has folded into a layer before is not in the float weight."""
+    return scheme.code in ("grid", "two_level") and scheme.method != "awq"
 
 
 class _Rounded(torch.autograd.Function):
@@ -34,20 +34,29 @@ class _Rounded(torch.autograd.Function):
         return gradient
 
 
+def _steps_and_zeros(layer: WeightOnlyLinear | TwoLevelLinear) -> tuple[Tensor, Tensor]:
+    """A level is step * (code - zero): fp32 `[N, G]` each, of a grid's steps one for all."""
+    if isinstance(layer, TwoLevelLinear):
+        stored = layer.group_scale.t().int()
+        return (stored & 0xFF).float(), (stored >> 8).float()
+    one = torch.ones((), device=layer.scale.device)
+    if layer.zero is not None:
+        return one, layer.zero.t().float()
+    of_all = grid.middle(layer.scheme.bits) if layer.scheme.zero is None else float(layer.scheme.zero)
+    return one, torch.full_like(layer.scale.t(), of_all, dtype=torch.float32)
+
+
 class TrainedCodes(nn.Module):
     """Codes of a uniform grid as numbers that are rounded; they start where the float weight is, but with its codes."""
 
-    def __init__(self, layer: WeightOnlyLinear, levels: Tensor, weight: Tensor) -> None:
+    def __init__(self, layer: WeightOnlyLinear | TwoLevelLinear, levels: Tensor, weight: Tensor) -> None:
         super().__init__()
         self.layer = layer
         self.most = (1 << layer.scheme.bits) - 1
-        shape = levels.shape[:2]
-        of_all = grid.middle(layer.scheme.bits) if layer.scheme.zero is None else float(layer.scheme.zero)
-        same = torch.full(shape, of_all, device=levels.device)
-        self.zero = (same if layer.zero is None else layer.zero.t().float()).unsqueeze(-1)  # [N, G, 1]
-        codes = levels + self.zero
+        self.step, self.zero = (t.unsqueeze(-1) for t in _steps_and_zeros(layer))  # [N, G, 1]
+        codes = levels / self.step + self.zero
         padded = pad(weight.float(), (0, levels[0].numel() - weight.shape[1])).view_as(levels)
-        beside = padded / layer.scale.t().float().unsqueeze(-1) - levels
+        beside = (padded / layer.scale.t().float().unsqueeze(-1) - levels) / self.step
         self.numbers = nn.Parameter(codes + beside.nan_to_num(0.0).clamp(-0.49, 0.49))  # a scale may be 0
 
     def codes(self) -> Tensor:
@@ -55,7 +64,7 @@ class TrainedCodes(nn.Module):
         return rounded
 
     def forward(self) -> Tensor:
-        return self.codes() - self.zero
+        return (self.codes() - self.zero) * self.step
 
     def packed(self) -> Tensor:
         codes = self.codes().flatten(1)[:, : self.layer.in_features]
@@ -65,7 +74,7 @@ class TrainedCodes(nn.Module):
 class TrainedLinear(nn.Module):
     """A packed layer whose weight is a differentiable function of its scales: sum over planes of scale * level.
 
-    weight: the float one, `[N, K]`, where codes move too (of uniform grids, but for awq's).
+    weight: the float one, `[N, K]`, where codes move too (`has_trainable_codes`).
     """
 
     def __init__(self, layer: PackedLinear, weight: Tensor | None = None) -> None:
@@ -77,8 +86,8 @@ class TrainedLinear(nn.Module):
         self.levels = torch.stack([self._levels(of_planes, plane) for plane in range(of_planes.shape[1])])
         self.factor = nn.Parameter(torch.ones_like(self.first))
         self.codes: TrainedCodes | None = None
-        if weight is not None and isinstance(layer, WeightOnlyLinear) and has_trainable_codes(layer.scheme):
-            self.codes = TrainedCodes(layer, self.levels[0], weight)
+        if isinstance(layer, WeightOnlyLinear | TwoLevelLinear) and has_trainable_codes(layer.scheme):
+            self.codes = None if weight is None else TrainedCodes(layer, self.levels[0], weight)
         if layer.bias is not None:
             self.unit = float(layer.dequantized().float().square().mean().sqrt())  # a bias moves as far as weights do
             self.shift = nn.Parameter(torch.zeros_like(layer.bias, dtype=torch.float32))
@@ -138,8 +147,9 @@ def distill_(
         teacher: the float model, on the same device.
         batches: input ids `[B, T]`, int64; one a step, over and over.
         steps, lr: how many steps; how far the first ones move a scale, relative to itself, and a bias, relative to weights.
-        codes: those of uniform grids (but for awq's) move as well, each by up to half of lr a step. There are as many as
-            weights: a text that is read more than a few times is learnt by heart (`octofuse.own_text` makes more of it).
+        codes: those of uniform grids, of two levels too (but for awq's), move as well, each by up to half of lr a step.
+            There are as many as weights: a text that is read more than a few times is learnt by heart (`octofuse.own_text`
+            makes more of it).
         progress: show a bar.
 
     Returns:

@@ -1,0 +1,55 @@
+"""benchmarks/fit_select.py: which of several sweeps' times count."""
+
+from __future__ import annotations
+
+import sys
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import fit_select
+from octofuse import _C
+
+INT8, FAST, EXACT = "wgmma/128x128_pingpong", "wgmma_float8_fast/128x128_pingpong", "wgmma_float8/128x128"
+
+
+def test_sweeps_of_int8_leave_those_of_float8_alone() -> None:
+    assert {INT8, FAST, EXACT} <= set(_C.candidates())
+    sweeps = [
+        {"us": {"1,64,64": {INT8: 3.0}}},
+        {"us": {"1,64,64": {FAST: 2.0, EXACT: 4.0}}},
+        {"us": {"1,64,64": {INT8: 1.0}}},
+    ]
+    for order in permutations(sweeps):
+        found = fit_select.times_of(list(order))[1, 64, 64]
+        assert set(found) == {INT8, FAST, EXACT}
+        last = [sweep["us"]["1,64,64"][INT8] for sweep in order if INT8 in sweep["us"]["1,64,64"]][-1]
+        assert found[INT8] == last
+        assert fit_select.of_engine({(1, 64, 64): found}, "wgmma_float8/") == {(1, 64, 64): {EXACT: 4.0}}
+
+
+def test_large_products_are_chosen_by_power_too() -> None:
+    small, large = (64, 64, 64), (8192, 8192, 8192)
+    times = {shape: {INT8: 900.0, FAST: 1000.0, EXACT: 700.0} for shape in (small, large)}
+    found = fit_select.weighed(times, {INT8: 1.6, FAST: 1.4})
+    assert found[small] == times[small]
+    assert found[large][EXACT] == 700.0, "no rate: what it took"
+    assert found[large][INT8] == pytest.approx((900 * 1.6 * 8192**3 / 1e9) ** 0.5)
+
+
+def test_the_shipped_table_has_every_shape_of_the_sweeps() -> None:
+    """A sweep that is left out, or overwritten by another, would lose its shapes."""
+    root = Path(__file__).parents[1]
+    text = (root / "cpp/src/gemm/measured_h200.inc").read_text()
+    for sweep in sorted((root / "benchmarks/results/h200").glob("sweep*.json")):
+        assert f"{sweep.name} (cpp " in text, sweep.name
+    parts = text.split("{Arithmetic::")[1:]
+    kept = {part.split(",")[0]: part for part in parts}
+    assert set(kept) == {"kInt8", "kFloat8", "kFloat8Fast"}
+    for arithmetic in ("kFloat8", "kFloat8Fast"):
+        for weight in ("2048, 8192", "28672, 7168", "57344, 8192"):
+            row = kept[arithmetic].split(f"{{{weight}, {{")[1].split("}")[0]
+            assert any(int(index) >= 0 for index in row.split(",")[:6]), "few tokens"
