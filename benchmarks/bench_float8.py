@@ -16,7 +16,7 @@ import torch
 import octofuse
 from bench_gemm import L2_BYTES
 from octofuse.ops.measure import Captured, device_times, overlap
-from peers import vllm as vllm_kernels
+from peers import vllm
 
 E4M3 = torch.float8_e4m3fn
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (10240, 8192), (57344, 8192), (8192, 28672),
@@ -57,14 +57,12 @@ def scaled_mm(row: bool, fast: bool) -> Callable[[Operands], torch.Tensor]:
     return call
 
 
-def vllm(s: Operands) -> torch.Tensor:
-    call = vllm_kernels.scaled_mm()
-    assert call is not None
-    return call(s["f"], s["wf"], s["fs"], s["wfs"], s["bias"], torch.bfloat16)
+def vllm_linear(s: Operands) -> torch.Tensor:
+    return vllm.scaled_mm(s["f"], s["wf"], s["fs"], s["wfs"], s["bias"], torch.bfloat16)
 
 
 def columns() -> dict[str, Callable[[Operands], torch.Tensor]]:
-    peers = {"vLLM": vllm} if vllm_kernels.scaled_mm() is not None else {}
+    peers = {"vLLM": vllm_linear} if vllm.is_here() else {}
     return {
         "fast": linear("f", "wf", "fs", "wfs", fast_accumulate=True),
         "exact sums": linear("f", "wf", "fs", "wfs"),
@@ -91,8 +89,8 @@ def serves(call: Callable[[Operands], torch.Tensor], s: Operands) -> bool:
 
 def measured(m: int, n: int, k: int, repeats: int) -> dict[str, Any]:
     sets = operands(m, n, k)
-    if vllm_kernels.scaled_mm() is not None:
-        vllm_kernels.expect_alike("vLLM", vllm(sets[0]), columns()["fast"](sets[0]))
+    if vllm.is_here():
+        vllm.expect_alike("vLLM", vllm_linear(sets[0]), columns()["fast"](sets[0]))
     with overlap(False):
         graphs = {
             name: Captured([lambda s=s, f=f: f(s) for s in sets]) for name, f in columns().items() if serves(f, sets[0])

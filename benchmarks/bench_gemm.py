@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 import octofuse
 from octofuse.ops.measure import Captured, device_time, device_times, overlap
 from octofuse.testing.timing import host_time
-from peers.vllm import expect_alike, scaled_mm
+from peers import vllm
 
 LARGE = (
     (1024, 2304, 768), (1024, 768, 768), (1024, 3072, 768), (1024, 768, 3072), (8192, 3072, 768), (2048, 1920, 1920),
@@ -57,11 +57,9 @@ def peers(sets: list[tuple[torch.Tensor, ...]], m: int) -> dict[str, Captured]:
         found["torch._int_mm"] = Captured([lambda s=s: torch._int_mm(s[0], s[1].t()) for s in sets])
         found["_int_mm + eager dequantise"] = Captured([lambda s=s: int_mm(s) for s in sets])
     octofuse.tune_cublaslt(sets[0][0], sets[0][1])  # the best of its algorithms, not its first guess
-    if (vllm := scaled_mm()) is not None:
-        x, w, x_scale, w_scale, bias = sets[0]
-        want = octofuse.i8f16_linear(*sets[0])
-        expect_alike("vLLM", vllm(x, w, x_scale, w_scale, bias, torch.float16), want)
-        found["vLLM"] = Captured([lambda s=s: vllm(*s, torch.float16) for s in sets])
+    if vllm.is_here():
+        vllm.expect_alike("vLLM", vllm.scaled_mm(*sets[0], torch.float16), octofuse.i8f16_linear(*sets[0]))
+        found["vLLM"] = Captured([lambda s=s: vllm.scaled_mm(*s, torch.float16) for s in sets])
     found["cublaslt int32 (raw)"] = Captured(
         [lambda s=s: octofuse.i8i32_matmul(s[0], s[1], engine="cublaslt") for s in sets]
     )

@@ -5,17 +5,16 @@ Weights from memory, rotating; tokens are normal numbers, quantised in front of 
 (but for torch's fp8 by tensor, which takes no scales); a wrong one is left out and said. Every kernel waits for the one
 before it, but for the columns that say "chained".
 
-    python benchmarks/run.py peers --out FOLDER
+    python benchmarks/bench_peers.py --out FOLDER
     python benchmarks/bench_peers.py --families w4a8 --tokens 1 16 --seconds 60 --out FOLDER   # some of it
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import itertools
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,12 +24,12 @@ from typing import Any
 import torch
 
 from bench_lowbit import warm_up
+from bench_prompts import SHAPES
 from octofuse.ops.measure import Captured, device_times, overlap
 from octofuse.testing.timing import environment
 from peers import found, kernels_of
 from peers.layer import FAMILIES, Kernel, Layer, Tokens, compared_rows, random_layer, relative_error, tokens_of
 
-SHAPES = ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (12288, 12288))
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 GRAPH = 1.5e-3  # seconds that a graph should take, or 48 calls
 BYTES, OPERATIONS = 4e12, 1e15  # a second, about
@@ -46,7 +45,6 @@ class Bench:
         self.layer: Layer = random_layer(family, n, k)
         self.kernels: list[Kernel] = kernels_of(modules, family)
         self.weights: dict[Any, list[tuple[Any, ...]]] = {}  # by what prepared them
-        self.failed: dict[str, str] = {}
 
     def captured(self, kernel: Kernel, tokens: list[Tokens]) -> tuple[Captured, float]:
         """Its calls in a graph, and its relative error. ArithmeticError for a wrong result."""
@@ -89,49 +87,27 @@ class Bench:
 
 def rows_of(wanted: list[Row], modules: dict[str, ModuleType]) -> Iterator[dict[str, Any]]:
     """Rows of one layer stand together in `wanted`."""
-    ahead = None
-    if "humming" in modules:
-        from peers.humming import Ahead
-
-        ahead = Ahead(wanted, max(1, (os.cpu_count() or 4) - 3))
-    bench, of = None, None
-    for row in wanted:
-        family, m, n, k = row
-        if of != (family, n, k):
-            bench, of = None, (family, n, k)
+    ahead = modules["humming"].Ahead(wanted, max(1, (os.cpu_count() or 4) - 3)) if "humming" in modules else None
+    try:
+        for (family, n, k), rows in itertools.groupby(wanted, key=lambda row: (row[0], *row[2:])):
             torch.cuda.empty_cache()
             bench = Bench(family, n, k, modules)
-        assert bench is not None
-        why_not = {}
+            for row in rows:
+                yield bench.row(row[1], {} if ahead is None else ahead.why_not(row, COMPILING))
+    finally:
         if ahead is not None:
-            try:
-                ahead.wait(row, COMPILING)
-            except Exception as error:  # what its compiler says
-                why_not["Humming"] = f"{type(error).__name__}: {error}"
-        yield bench.row(m, why_not)
-    if ahead is not None:
-        ahead.stop()
-
-
-def all_rows(families: tuple[str, ...] = FAMILIES, shapes: tuple[tuple[int, int], ...] = SHAPES,
-             tokens: tuple[int, ...] = TOKENS) -> list[Row]:  # fmt: skip
-    return [(family, m, n, k) for n, k in shapes for family in families for m in tokens]
-
-
-def run(smoke: bool) -> dict[str, Any]:
-    modules, missing = found()
-    if missing and not smoke:
-        raise SystemExit(
-            f"peers: expected all engines (docs/peers.md says how), missing {missing}; bench_peers.py takes fewer"
-        )
-    warm_up(smoke)
-    wanted = all_rows(shapes=SHAPES[:1], tokens=(1, 64)) if smoke else all_rows()
-    return {"unit": "us", "missing": missing, "rows": list(rows_of(wanted, modules))}
+            ahead.stop()
 
 
 def parsed_shape(text: str) -> tuple[int, int]:
     n, _, k = text.partition("x")
     return int(n), int(k)
+
+
+def command_of(args: argparse.Namespace) -> str:
+    shapes = [f"{n}x{k}" for n, k in args.shapes]
+    parts = {"families": args.families, "shapes": shapes, "tokens": map(str, args.tokens)}
+    return " ".join(["python benchmarks/bench_peers.py", *(f"--{name} {' '.join(p)}" for name, p in parts.items())])
 
 
 def main() -> None:
@@ -140,23 +116,22 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", type=parsed_shape, default=SHAPES, metavar="NxK")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no row after so many")
-    parser.add_argument("--out", type=Path, required=True, help="folder of peers.json, rewritten after every layer")
+    parser.add_argument("--out", type=Path, required=True, help="folder of peers.json, rewritten after every row")
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
     modules, missing = found()
     print("missing:", missing or "nothing", flush=True)
     warm_up(smoke=False)
     rows: list[dict[str, Any]] = []
-    record = {**environment(" ".join(["python", *sys.argv])), "unit": "us", "missing": missing, "rows": rows}
+    record = {**environment(command_of(args)), "unit": "us", "missing": missing, "rows": rows}
     args.out.mkdir(parents=True, exist_ok=True)
-    write = functools.partial((args.out / "peers.json").write_text, encoding="utf-8")
-    for row in rows_of(all_rows(tuple(args.families), tuple(args.shapes), tuple(args.tokens)), modules):
+    wanted = [(family, m, n, k) for n, k in args.shapes for family in args.families for m in args.tokens]
+    for row in rows_of(wanted, modules):
         rows.append(row)
-        write(json.dumps(record, indent=1) + "\n")
+        (args.out / "peers.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         print(row["family"], row["M"], f"{row['N']}x{row['K']}", row["us"], row["failed"] or "", flush=True)
         if time.monotonic() > end:
             break
-    os._exit(0)  # kernels that are still being compiled are not waited for
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ ARITHMETICS = {"kInt8": "", "kFloat8": "wgmma_float8/", "kFloat8Fast": "wgmma_fl
 NOISE = 1.005  # between two measurements of a step
 # candidates.cpp's: millions of products from which on power limits their rate, and the factor of kernels not timed there.
 LIMITED, UNTIMED = 2e5, 1.25
-STEADY = 1e5  # millions of products
+STEADY = 100  # 1e9 products
 Times = dict[tuple[int, ...], dict[str, float]]  # us by (M, N, K) and kernel
 CPP = Path(__file__).resolve().parents[1] / "cpp/src/gemm"
 HEADER = "// Written by benchmarks/fit_select.py on {device} from {sources}: measured.cpp's Table. Microseconds."
@@ -71,7 +71,7 @@ def weighed(times: Times, rates: dict[str, float]) -> Times:
     for mnk, row in times.items():
         products = math.prod(mnk) / 1e9
         steady = {name: math.sqrt(t * rates[name] * products) for name, t in row.items() if name in rates}
-        found[mnk] = row | steady if products >= STEADY / 1e3 else row
+        found[mnk] = row | steady if products >= STEADY else row
     return found
 
 
@@ -83,7 +83,8 @@ def fit(times: Times, rates: dict[str, float]) -> dict[str, np.ndarray]:
                   for mnk, row in of_engine(times, engine).items() if name in row]  # fmt: skip
         limited = [t / f[-1] for f, t, _ in points if f[-1] >= LIMITED]
         rate = float(np.percentile(limited, 25)) if limited else 0.0  # the rest did not fill the GPU evenly
-        rate = rates.get(name, rate * 1e3) / 1e3
+        if name in rates:
+            rate = rates[name] / 1e3
         points = [point for point in points if point[0][-1] < LIMITED] or points
         weight = np.array([1 / (t * ratio**2) for _, t, ratio in points])
         a, b = np.array([f[:-1] for f, _, _ in points]), np.array([t for _, t, _ in points])

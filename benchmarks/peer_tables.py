@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
+
+from table_text import lines, us
 
 OWN, QUANTISED = "octofuse", "quantised"
 BANDS = {
@@ -19,9 +19,8 @@ BANDS = {
 Row = dict[str, Any]
 
 
-def rows_of(results: Path, family: str) -> list[Row]:
-    path = results / "h200" / "peers.json"
-    return [row for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["family"] == family]
+def of_family(rows: list[Row], family: str) -> list[Row]:
+    return [row for row in rows if row["family"] == family]
 
 
 def fastest(row: Row, quantised: bool = False) -> tuple[str, float] | None:
@@ -46,7 +45,7 @@ def float16_ratio(row: Row) -> float | None:
     return float(row["us"]["fp16 F.linear"] / row["us"][OWN])
 
 
-def summary(results: Path) -> list[tuple[str, ...]]:
+def summary(all_rows: list[Row]) -> list[tuple[str, ...]]:
     """By family the layers measured; by tokens the fastest other kernel's time over ours, geometric mean and worst."""
     kinds: dict[str, tuple[str, Callable[[Row], float | None]]] = {
         "int8": ("w8a8", ratio),
@@ -59,22 +58,21 @@ def summary(results: Path) -> list[tuple[str, ...]]:
     kinds |= {label: (family, ratio) for family, label in names.items()}
     kinds["fp16 `F.linear`, beside int8"] = ("w8a8", float16_ratio)
     kinds["fp16 `F.linear`, beside 4-bit weights"] = ("w4a16", float16_ratio)
-    lines = []
+    table = []
     for label, (family, of) in kinds.items():
-        rows = rows_of(results, family)
+        rows = of_family(all_rows, family)
         cells = [str(len({(row["N"], row["K"]) for row in rows}))]
         for low, high in BANDS.values():
             found = [of(row) for row in rows if low <= row["M"] <= high]
             ratios = [r for r in found if r is not None]
             cells.append(f"{geometric_mean(ratios):.2f} [{min(ratios):.2f}]" if ratios else "")
         if rows:
-            lines.append((label, *cells))
-    return lines
+            table.append((label, *cells))
+    return table
 
 
-def times(results: Path, family: str, us: Callable[[float], str]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Heads and rows: by tokens and shape this library's time, alone and chained, and the fastest other kernel's."""
-    rows = rows_of(results, family)
+def times(rows: list[Row]) -> str:
+    """By tokens and shape this library's time, alone and chained, and the fastest other kernel's."""
     shapes = list(dict.fromkeys((row["N"], row["K"]) for row in rows))
     cells: dict[int, dict[tuple[int, int], str]] = {}
     for row in rows:
@@ -83,10 +81,9 @@ def times(results: Path, family: str, us: Callable[[float], str]) -> tuple[list[
         own = f"{us(row['us'][OWN])} / {us(row['us'][f'{OWN}, chained'])}"
         cells.setdefault(row["M"], {})[row["N"], row["K"]] = own + other
     body = [(str(m), *(by_shape.get(shape, "") for shape in shapes)) for m, by_shape in cells.items()]
-    return ["tokens", *(f"{n} x {k}" for n, k in shapes)], body
+    return lines(["tokens", *(f"{n} x {k}" for n, k in shapes)], body)
 
 
-def all_times(results: Path, families: Iterable[str], us: Callable[[float], str],
-              lines: Callable[[Iterable[str], Iterable[Iterable[Any]]], str]) -> str:  # fmt: skip
-    measured = [family for family in families if rows_of(results, family)]
-    return "\n\n".join(f"### {family}\n\n{lines(*times(results, family, us))}" for family in measured)
+def all_times(rows: list[Row], families: Iterable[str]) -> str:
+    measured = {family: of_family(rows, family) for family in families}
+    return "\n\n".join(f"### {family}\n\n{times(own)}" for family, own in measured.items() if own)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from octofuse.testing.timing import environment
 
-TOPICS = ("gemm", "float8", "layouts", "lowbit", "prompts", "peers", "codebook", "outliers", "quantize", "model", "gpt2",
+TOPICS = ("gemm", "float8", "layouts", "lowbit", "prompts", "codebook", "outliers", "quantize", "model", "gpt2",
           "decode", "parallel", "files", "cpu", "schemes", "llama_cpp")  # fmt: skip
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 import peer_tables
+from table_text import lines, us
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -26,16 +27,6 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 def result(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return found
-
-
-def lines(heads: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    heads = list(heads)
-    body = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
-    return "\n".join(["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads), *body])
-
-
-def us(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def times(value: float) -> str:
@@ -157,12 +148,13 @@ def prompts() -> str:
 
 
 def peers() -> str:
-    return lines(("the fastest other kernel over octofuse", "layers", *peer_tables.BANDS), peer_tables.summary(RESULTS))
+    heads = ("the fastest other kernel over octofuse", "layers", *peer_tables.BANDS)
+    return lines(heads, peer_tables.summary(result("h200/peers")["rows"]))
 
 
 def peer_times() -> str:
     families = ("w8a8", "w8a16", "w4a16", "w4a8", "w4a8-g128", "w3a16", "w2a16", "w1a16")
-    return peer_tables.all_times(RESULTS, families, us, lines)
+    return peer_tables.all_times(result("h200/peers")["rows"], families)
 
 
 def codebook() -> str:

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from octofuse import _C
+from vllm_interface import vllm
+
+__all__ = ["vllm"]  # a fixture
 
 HAS_GPU = torch.cuda.is_available() and bool(_C.build_info()["cuda"])
 LEFT_OUT = pytest.StashKey[int]()

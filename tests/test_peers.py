@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import bench_peers
 import peer_tables
 from peers import layer, ours, vllm
 
@@ -24,9 +26,7 @@ def test_our_columns_multiply_the_weight_that_others_get(family: str) -> None:
     for kernel in kernels:
         want = kernel.expected(weight, tokens)
         got = kernel.call(tokens[kernel.takes], *kernel.prepare(weight))
-        error = float((got.float() - want).norm() / want.norm())
-        assert error < kernel.tolerance, kernel.name
-        assert error > 0 or kernel.takes == "int8"
+        assert layer.relative_error(got, want) < kernel.tolerance, kernel.name
 
 
 def test_scales_of_two_levels_are_numbers_in_fp16() -> None:
@@ -51,17 +51,48 @@ def row(m: int, **us: float) -> dict[str, object]:
     return {"family": "w8a8", "M": m, "N": 64, "K": 64, "us": times | {"fp16 F.linear": 8}, "compared": compared}
 
 
-def test_tables_divide_the_fastest_by_ours(tmp_path: Path) -> None:
-    (tmp_path / "h200").mkdir()
+def test_tables_divide_the_fastest_by_ours() -> None:
     rows = [
         row(1, octofuse=2, vLLM=4, Humming=3, vLLM_fp8=1, octofuse_quantised=3, vLLM_quantised=6),
         row(4, octofuse=2, vLLM=4, octofuse_quantised=3),
         row(16, octofuse=2, vLLM=1, octofuse_quantised=3),
     ]
-    (tmp_path / "h200" / "peers.json").write_text(json.dumps({"rows": rows}))
-    found = {label: cells for label, *cells in peer_tables.summary(tmp_path)}
+    found = {label: cells for label, *cells in peer_tables.summary(rows)}
     assert found["int8"][:4] == ["1", "1.50 [1.50]", "1.00 [0.50]", ""]
     assert found["int8, with quantisation"][1:3] == ["2.00 [2.00]", ""]
     assert found["int8, beside fp8 kernels"][1] == "0.50 [0.50]"
     assert found["fp16 `F.linear`, beside int8"][1] == "4.00 [4.00]"
     assert "4-bit weights" not in found
+
+
+def test_rows_of_a_layer_share_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a run that ends early stops the compiler."""
+    made, stopped = [], []
+
+    class Bench:
+        def __init__(self, *layer: Any) -> None:
+            made.append(layer[:3])
+
+        def row(self, m: int, why_not: dict[str, str]) -> dict[str, Any]:
+            return {"M": m, "failed": why_not}
+
+    class Ahead:
+        def __init__(self, rows: list[Any], threads: int) -> None:
+            assert threads > 0
+
+        def why_not(self, row: Any, seconds: float) -> dict[str, str]:
+            return {"Humming": "late"} if row[1] == 4 else {}
+
+        def stop(self) -> None:
+            stopped.append(True)
+
+    monkeypatch.setattr(bench_peers, "Bench", Bench)
+    wanted = [(family, m, 64, 64) for family in ("w8a8", "w4a16") for m in (1, 4)]
+    rows = bench_peers.rows_of(wanted, {"humming": SimpleNamespace(Ahead=Ahead)})  # type: ignore[dict-item]
+    assert next(rows) == {"M": 1, "failed": {}}
+    assert next(rows) == {"M": 4, "failed": {"Humming": "late"}}
+    next(rows)
+    assert made == [("w8a8", 64, 64), ("w4a16", 64, 64)]
+    rows.close()
+    assert stopped
+    assert len(list(bench_peers.rows_of(wanted, {}))) == 4

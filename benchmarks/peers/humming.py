@@ -1,6 +1,6 @@
 """Humming's kernels (0.1.19), compiled for the layer and the number of tokens by nvcc, as its own rule for the GPU says.
 
-One takes about 7 s of a core to compile, so `ahead` compiles those of a whole table in threads before they are needed.
+One takes about 7 s of a core to compile, so `Ahead` compiles those of a whole table in threads before they are needed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peers.layer import GROUP, Kernel, Layer
+from peers.layer import GROUP, Kernel, Layer, has_int8_tokens
+
+COLUMN = "Humming"
 
 
 def load() -> None:
     os.environ.setdefault("HUMMING_COMPILER", "nvcc")
-    os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")  # `ahead` does it
+    os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")  # `Ahead` does it
     import humming.forward  # noqa: F401
     from humming.ops.utils import init_humming_launcher
 
@@ -27,7 +29,7 @@ def load() -> None:
 
 
 def kernels(family: str) -> list[Kernel]:
-    return [Kernel("Humming", "int8" if "a8" in family[2:] else "fp16", prepare, call, adds_bias=family == "w8a8")]
+    return [Kernel(COLUMN, "int8" if has_int8_tokens(family) else "fp16", prepare, call, adds_bias=family == "w8a8")]
 
 
 def config_of(family: str, n: int, k: int) -> Any:
@@ -36,7 +38,7 @@ def config_of(family: str, n: int, k: int) -> Any:
     from humming.transform import prepare_layer_config
 
     group = 0 if family in ("w8a8", "w4a8") else GROUP
-    activations = "int8" if "a8" in family[2:] else "float16"
+    activations = "int8" if has_int8_tokens(family) else "float16"
     weight = HummingWeightSchema(b_dtype=dtypes.DataType.from_str(f"uint{family[1]}"), weight_scale_group_size=group)
     inputs = HummingInputSchema(a_dtype=dtypes.DataType.from_str(activations))
     return prepare_layer_config(n, k, weight, inputs, has_bias=family == "w8a8", torch_dtype=torch.float16)
@@ -61,15 +63,8 @@ def prepare(layer: Layer) -> tuple[Any, ...]:
     made = transform_humming_tensors(config, tensors)
     locks = torch.zeros(2048, dtype=torch.int32, device="cuda")
     tunings: dict[int, Any] = {}  # by tokens; all copies of the weight share it
-    return (
-        config,
-        tunings,
-        made["weight"],
-        made.get("weight_scale"),
-        made.get("weight_scale_2"),
-        made.get("bias"),
-        locks,
-    )
+    scales = made.get("weight_scale"), made.get("weight_scale_2")
+    return config, tunings, made["weight"], *scales, made.get("bias"), locks
 
 
 def call(x: Any, config: Any, tunings: dict[int, Any], w: Tensor, scale: Tensor, scale_2: Tensor, bias: Tensor,
@@ -107,9 +102,13 @@ class Ahead:
                 self.of_kernel[key] = self.pool.submit(compile_only, values)
             self.of_row[row] = self.of_kernel[key]
 
-    def wait(self, row: tuple[str, int, int, int], seconds: float) -> None:
-        """TimeoutError when it is not there by then; what the compiler raised."""
-        self.of_row[row].result(timeout=seconds)
+    def why_not(self, row: tuple[str, int, int, int], seconds: float) -> dict[str, str]:
+        """Waits for the row's kernel; by column why there is none: it is not there by then, or what the compiler raised."""
+        try:
+            self.of_row[row].result(timeout=seconds)
+        except Exception as error:
+            return {COLUMN: f"{type(error).__name__}: {error}"}
+        return {}
 
     def stop(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)

@@ -67,6 +67,10 @@ class Layer:
         return codes, scale
 
 
+def has_int8_tokens(family: str) -> bool:
+    return "a8" in family
+
+
 def random_layer(family: str, n: int, k: int, device: str = "cuda") -> Layer:
     """Codes are uniform; outputs are about 1."""
     torch.manual_seed(n * 7 + k)
@@ -81,10 +85,8 @@ def random_layer(family: str, n: int, k: int, device: str = "cuda") -> Layer:
     if family != "w4a8-g128":
         return Layer(family, codes, scale)
     steps = torch.randint(5, 16, (n, groups), dtype=torch.int16, device=device)
-    channel = (
-        scale[:, :1].float() * 2**-4
-    ).half()  # a few bits of the fp16 suffice, so that products with steps are fp16
-    channel = (channel.view(torch.int16) & ~0x1F).view(torch.float16)
+    # Of few bits, so that its products with steps are fp16 too.
+    channel = ((scale[:, :1].float() / 16).half().view(torch.int16) & ~0x1F).view(torch.float16)
     return Layer(family, codes, channel * steps.half(), steps)
 
 
@@ -139,9 +141,7 @@ class Kernel:
     zero: float | None = None  # the code that stands for 0, where it is not the middle
     adds_bias: bool = False
     adapt: Callable[..., Any] | None = None  # (tokens, *prepared) -> tokens, before the clock runs
-    compared: bool = (
-        True  # it does the family's work: weights of so many bits, or their products; so it may be the fastest
-    )
+    compared: bool = True  # it does the family's work, so it may be its fastest
     chained: bool = False  # may overlap with the call before it
 
     def weights(self, layer: Layer) -> list[tuple[Any, ...]]:

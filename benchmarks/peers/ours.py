@@ -11,7 +11,7 @@ from torch import Tensor
 import octofuse
 from octofuse.quant.grid import middle
 from octofuse.quant.packing import pack
-from peers.layer import GROUP, Kernel, Layer
+from peers.layer import GROUP, Kernel, Layer, has_int8_tokens
 
 
 def load() -> None:
@@ -19,7 +19,7 @@ def load() -> None:
 
 
 def kernels(family: str) -> list[Kernel]:
-    if not family.startswith("w8a8") and "a8" not in family:
+    if not has_int8_tokens(family):
         bits = int(family[1])
         return both(Kernel("octofuse", "fp16", grid_weight, woq(bits, GROUP), zero=middle(bits)))
     prepare, call = {

@@ -13,35 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octofuse.files.words import pack_words
 from peers.layer import E4M3, GROUP, Kernel, Layer, relative_error
-
-# x [M, K], w [N, K], scales of tokens [M, 1] and of channels [N], bias [N], the output's dtype -> [M, N]
-ScaledMm = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor]
 
 
 @functools.cache
 def load() -> Any:
     """The library's operators. ImportError where it was not given."""
-    library = os.environ.get("OCTOFUSE_VLLM_LIBRARY")
-    if not library:
+    if not is_here():
         raise ImportError("OCTOFUSE_VLLM_LIBRARY is not set")
-    torch.ops.load_library(library)
+    torch.ops.load_library(os.environ["OCTOFUSE_VLLM_LIBRARY"])
     return torch.ops._C
 
 
-def scaled_mm() -> ScaledMm | None:
-    """cutlass_scaled_mm, int8 and float8; None where the library was not given."""
-    try:
-        op = load().cutlass_scaled_mm
-    except ImportError:
-        return None
+def is_here() -> bool:
+    return bool(os.environ.get("OCTOFUSE_VLLM_LIBRARY"))
 
-    def call(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
-        out = torch.empty(x.shape[0], w.shape[0], dtype=dtype, device=x.device)
-        op(out, x, w.t(), x_scale, w_scale.view(-1, 1), bias)
-        return out
 
-    return call
+def scaled_mm(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """cutlass_scaled_mm, int8 and float8: x [M, K], w [N, K], scales of tokens [M, 1] and channels [N] -> [M, N]."""
+    out = torch.empty(x.shape[0], w.shape[0], dtype=dtype, device=x.device)
+    load().cutlass_scaled_mm(out, x, w.t(), x_scale, w_scale.view(-1, 1), bias)
+    return out
 
 
 def expect_alike(name: str, got: Tensor, want: Tensor) -> None:
@@ -81,9 +74,7 @@ def float8_weight(layer: Layer) -> tuple[Any, ...]:
 
 
 def scaled_linear(x: tuple[Tensor, Tensor], w: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    out = torch.empty(x[0].shape[0], w.shape[0], dtype=torch.float16, device=w.device)
-    load().cutlass_scaled_mm(out, x[0], w.t(), x[1], scale, bias)
-    return out
+    return scaled_mm(x[0], w, x[1], scale, bias, torch.float16)
 
 
 def quantised_linear(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -109,10 +100,7 @@ INT4, INT8 = scalar_type(4, 8), scalar_type(8, 128)
 
 def words(layer: Layer) -> Tensor:
     """Codes as GPTQ's files have them: int32 [K * bits / 32, N], the first of a word's rows in its low bits."""
-    in_word = 32 // layer.bits
-    rows = layer.codes.t().int().reshape(layer.k // in_word, in_word, layer.n)
-    shifts = torch.arange(0, 32, layer.bits, device=rows.device, dtype=torch.int32).view(1, -1, 1)
-    return (rows << shifts).sum(1, dtype=torch.int32)
+    return pack_words(layer.codes, layer.bits).t().contiguous()
 
 
 def marlin_scales(scale: Tensor, plain: bool) -> Tensor:

@@ -27,7 +27,7 @@ from octofuse.quant.weight_only import GROUPS
 LEAST_CAPABILITY = 80  # of kernels on tensor cores of int8
 FLOAT8_CAPABILITY = 90  # of its own kernels
 WIDTHS = (2, 4, 8)  # whose codes fill a word
-SIGNED_BITS = 4  # of CompressedTensorsW4A8Int, which hands over int8 [N, K]
+SIGNED_WIDTHS = (4,)  # of CompressedTensorsW4A8Int, which hands over int8 [N, K]
 
 
 def unsupported(compute_capability: int | None) -> str | None:
@@ -129,8 +129,6 @@ class OctofuseMPLinearKernel(MPLinearKernel):  # type: ignore[misc]
     batch; else they stay in 16 bits.
     """
 
-    quantises_tokens = False
-
     @classmethod
     def get_min_capability(cls) -> int:
         return LEAST_CAPABILITY
@@ -140,11 +138,10 @@ class OctofuseMPLinearKernel(MPLinearKernel):  # type: ignore[misc]
         if (reason := unsupported(None)) is not None:
             return False, reason
         kind = c.weight_type
-        signed = kind.is_integer() and kind.is_signed() and kind.size_bits == SIGNED_BITS
-        if not signed and (not kind.is_integer() or kind.is_signed() or kind.size_bits not in WIDTHS):
-            widths = ", ".join(map(str, WIDTHS))
-            return False, f"octofuse takes unsigned codes of {widths} bits and signed ones of {SIGNED_BITS}, got {kind}"
-        if c.zero_points if signed else kind.has_bias() == c.zero_points:
+        if not kind.is_integer() or kind.size_bits not in (SIGNED_WIDTHS if kind.is_signed() else WIDTHS):
+            widths, signed = (", ".join(map(str, some)) for some in (WIDTHS, SIGNED_WIDTHS))
+            return False, f"octofuse takes unsigned codes of {widths} bits and signed ones of {signed}, got {kind}"
+        if c.zero_points == (kind.is_signed() or kind.has_bias()):
             return False, f"octofuse takes zero points or one zero for all, got {kind} with zero_points={c.zero_points}"
         if c.act_type not in (torch.float16, torch.bfloat16):
             return False, f"octofuse takes activations in float16 or bfloat16, got {c.act_type}"
@@ -157,26 +154,21 @@ class OctofuseMPLinearKernel(MPLinearKernel):  # type: ignore[misc]
         group = self.config.group_size
         return None if group in (-1, self.config.partition_weight_shape[0]) else group
 
-    @property
-    def _zero(self) -> int | None:
-        """Of all codes, which are unsigned once they are packed; None: the layer has zero points."""
-        kind = self.config.weight_type
-        if self.config.zero_points:
-            return None
-        return 1 << SIGNED_BITS - 1 if kind.is_signed() else int(kind.bias)
-
     def process_weights_after_loading(self, layer: Any) -> None:
         """Codes are packed anew, scales lie `[G, N]`, zero points as uint8 `[G, N]`."""
         kind = self.config.weight_type
         bits = kind.size_bits
         k, n = self.config.partition_weight_shape
-        is_row = self._group is None and not self.config.zero_points
-        self.quantises_tokens = is_row and (kind.is_signed() or asks_for_int8_tokens(layer))
+        self.zero = (
+            1 << bits - 1 if kind.is_signed() else kind.bias
+        )  # of packed codes, where the layer has no zero points
+        is_exact = self._group is None and not self.config.zero_points
+        self.quantises_tokens = is_exact and (kind.is_signed() or asks_for_int8_tokens(layer))
 
         def packed(stored: Any) -> Tensor:
             if kind.is_signed():  # int8 [N, K]
-                codes = stored.data + (1 << bits - 1)
-                return torch.cat([pack(part, bits) for part in row_parts(codes.to(torch.uint8))])
+                codes = (stored.data + self.zero).to(torch.uint8)
+                return torch.cat([pack(part, bits) for part in row_parts(codes)])
             words = permute_param_layout_(stored, input_dim=0, output_dim=1, packed_dim=0).data.t()
             return torch.cat([pack(unpack_words(part, bits, k), bits) for part in row_parts(words.contiguous())])
 
@@ -195,13 +187,12 @@ class OctofuseMPLinearKernel(MPLinearKernel):  # type: ignore[misc]
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight, scale, zeros = self._get_weight_params(layer)
-        kind = self.config.weight_type
         x, x_scale = x.contiguous(), None
         if self.quantises_tokens:
             x, x_scale = quantize_per_token(x)
-        zero = zeros if self._zero is None else self._zero
         return woq_linear(
-            x, weight, scale, zero, bias, bits=kind.size_bits, group=self._group, x_scale=x_scale, constant_weight=True,
+            x, weight, scale, zeros if self.config.zero_points else self.zero, bias,
+            bits=self.config.weight_type.size_bits, group=self._group, x_scale=x_scale, constant_weight=True,
         )  # fmt: skip
 
 
