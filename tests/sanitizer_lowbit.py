@@ -26,10 +26,16 @@ def lowbit_block_cases() -> int:
 
 
 def many_token_cases() -> int:
-    """gemm_many's blocks with several tiles each: 256 x 128, 128 x 192 and 192 x 128 (tokens, channels)."""
+    """gemm_many's blocks with several tiles each: 256 x 128, 128 x 192 and 192 x 128 (tokens, channels); gemm_split's."""
     count = 0
-    for (kind, bits, _), (n, k, m) in itertools.product(
-        (LOWBIT[0], LOWBIT[5]), ((10240, 256, 640), (10240, 256, 777), (4352, 512, 1111))
+    for (kind, bits, _), (n, k, m, engine) in itertools.product(
+        (LOWBIT[0], LOWBIT[5]),
+        (
+            (10240, 256, 640, "gemm_many"),
+            (10240, 256, 777, "gemm_many"),
+            (4352, 512, 1111, "gemm_many"),
+            (4352, 512, 300, "gemm_split"),
+        ),
     ):
         weight = Weight(kind, bits, 128, n, k, False, torch.float16, device="cpu")
         x = weight.tokens(m)
@@ -38,13 +44,32 @@ def many_token_cases() -> int:
         )
         call = LowbitCall(
             x.cuda(), None, packed, scale, None, None, kind, bits, 128, None, None, None, 0.0, bias, None, None, None,
-            "gemm_many", True, levels=weight.levels,
+            engine, True, levels=weight.levels,
         )  # fmt: skip
         want = x.double() @ weight.exact.t() + weight.bias.double()
         assert (_C.lowbit_linear(call).cpu().double() - want).abs().max() <= 2e-3 * want.abs().max(), (kind, n, m)
         _C.lowbit_linear(call._replace(activation="relu", residual=residual))
         _C.lowbit_linear(call._replace(out_scale=torch.ones(1).cuda()))
         count += 3
+    return count
+
+
+def several_cases() -> int:
+    """5 to 8 tokens by the gemv kernels: several units for each pair of blocks, and blocks that divide nothing."""
+    count = 0
+    for (n, k, bits), m in itertools.product(((8480, 2176, 4), (4240, 512, 3), (2144, 5120, 8)), (3, 7)):
+        weight = Weight("uniform", bits, 128, n, k, bits == 3, torch.float16, device="cpu")
+        x = weight.tokens(m)
+        packed, scale, bias = (t.cuda() for t in (weight.packed, weight.scale, weight.bias))
+        zero = weight.zero.cuda() if isinstance(weight.zero, torch.Tensor) else None
+        call = LowbitCall(
+            x.cuda(), None, packed, scale, zero, None, "uniform", bits, 128, None, None, None, 0.0, bias, None, None, None,
+            "gemv_int8", True,
+        )  # fmt: skip
+        want = x.double() @ weight.exact.t() + weight.bias.double()
+        assert (_C.lowbit_linear(call).cpu().double() - want).abs().max() <= 2e-3 * want.abs().max(), (n, k, m)
+        _C.lowbit_linear(call._replace(x=x.char().cuda(), x_scale=torch.ones(m).cuda()))
+        count += 2
     return count
 
 

@@ -29,14 +29,18 @@ def reasons(**given) -> dict[str, str]:
 def test_tokens_decide() -> None:
     assert select()["chosen"] == "gemv_int8"
     assert select(m=4)["chosen"] == "gemv_int8"
-    assert select(m=5)["chosen"] == "gemm"
-    assert select(m=256)["chosen"] == "gemm"
+    assert select(m=9)["chosen"] == "gemm"
+    assert select(m=128)["chosen"] == "gemm"
+    assert select(m=129)["chosen"] == select(m=256)["chosen"] == select(bits=5, m=256)["chosen"] == "gemm_split"
     assert select(m=257)["chosen"] == "gemm_many"
     assert select(m=129, n=6144)["chosen"] == select(m=2000)["chosen"] == "gemm_many"
     assert select("planes", 4, m=1025)["chosen"] == select(m=257, n=1920)["chosen"] == "dequantized"
     assert select("planes", 4, m=1024)["chosen"] == select("planes", 3, m=1025)["chosen"] == "gemm_many"
     assert select(m=256, n=1920)["chosen"] == "gemm"
-    assert select(bits=5, m=256)["chosen"] == "gemm_many", "gemm's blocks for 5 bits have 64 tokens at most"
+    assert select(m=512, n=2048)["chosen"] == "gemm_split"
+    with pytest.raises(ValueError, match="gemm_split: up to 128 columns there is nothing to divide"):
+        select(m=256, k=128, engine="gemm_split")
+    assert select(m=256, k=896)["chosen"] != "gemm_split", "few columns take no longer than to exchange sums"
     assert select(m=64 * 65535, engine="gemm")["chosen"] == "gemm"
     assert select(m=64 * 65535 + 1)["chosen"] == "gemm_many"
     with pytest.raises(ValueError, match="gemm: it takes up to 4194240 tokens"):
@@ -53,19 +57,45 @@ def test_every_other_engine_has_a_reason() -> None:
     for m in (1, 3, 9, 5000):
         for kind, bits in (("uniform", 2), ("uniform", 7), ("planes", 3), ("sparse12", 7)):
             found = select(kind, bits, m)
-            names = {"cpu", "gemv_binary", "gemv_int8", "gemm", "gemm_many", "dequantized"}
+            names = {"cpu", "gemv_binary", "gemv_int8", "gemm", "gemm_split", "gemm_many", "dequantized"}
             assert {found["chosen"], *dict(found["declined"])} == names
             assert all(reason for _, reason in found["declined"])
-    assert reasons(m=9)["gemv_int8"] == "it takes up to 4 tokens"
+    assert reasons(m=9)["gemv_int8"] == "it takes up to 4 tokens, beside some weights 8"
     assert reasons(m=9)["gemv_binary"] == "it takes one token"
     assert reasons()["gemv_binary"] == "it takes codes of up to 3 bits, or up to 4 planes"
-    assert reasons(m=5000)["gemm"] == "slower: gemm_many dequantises a weight for more tokens at a time"
+    assert reasons(m=5000)["gemm"] == "slower: others dequantise a weight for more tokens at a time"
+    assert reasons(m=5000)["gemm_split"] == "slower: there are tiles for all SMs"
+    assert reasons(m=200)["gemm_many"] == "slower: too few tiles, whose K blocks can divide"
+    assert reasons(m=100)["gemm_split"] == "slower: so few tokens make too few of its tiles"
     assert reasons(m=100)["gemm_many"] == "slower: so few tokens make too few of its tiles"
     assert reasons(m=5000, n=1920)["gemm_many"].startswith("slower: for so many tokens a weight that is dequantised")
     assert reasons(m=9, n=4100)["gemm"] == "with groups or planes N must be a multiple of 8"
     assert reasons(m=9, n=4104, zeros=True)["gemm"] == "with zero points of groups N must be a multiple of 16"
     assert select(m=9, n=4100, group=4096)["chosen"] == "gemm", "one row of scales may have any length"
     assert reasons(k=131071)["gemv_int8"].startswith("a token and three stages")
+
+
+@needs_90a
+def test_5_to_8_tokens() -> None:
+    """N, K and the kind of weight decide between two kernels with other bits, the number of tokens does not."""
+    for n, k, group, bits, chosen in (
+        (28672, 4096, 128, 4, "gemv_int8"),
+        (28672, 4096, 64, 4, "gemv_int8"),
+        (28672, 4096, 64, 3, "gemm"),  # there is no such kernel
+        (57344, 8192, 0, 8, "gemv_int8"),  # a row is one group
+        (8192, 8192, 128, 8, "gemm"),
+        (4096, 14336, 128, 4, "gemm"),
+        (2048, 2048, 128, 2, "gemm"),
+        (28680, 4096, 128, 4, "gemm"),  # rows of scales that cannot be copied
+    ):
+        for m in (5, 6, 8):
+            assert select(bits=bits, m=m, n=n, k=k, group=group)["chosen"] == chosen, (m, n, k, bits)
+        assert select(bits=bits, m=9, n=n, k=k, group=group)["chosen"] == "gemm"
+    assert select(m=8, n=28672, cc=80)["chosen"] == "gemv_int8", "no gemm there"
+    assert reasons(m=8, n=2048)["gemv_int8"] == "slower: gemm's blocks fit better"
+    assert reasons("planes", 3, m=5)["gemv_int8"] == "beside this weight it takes up to 4 tokens"
+    assert reasons(m=5, k=65536)["gemv_int8"].startswith("a token and three stages")
+    assert select(m=4, k=28672)["chosen"] == "gemv_int8"
 
 
 @needs_80
@@ -99,7 +129,8 @@ def test_explain_takes_the_call() -> None:
     found = octofuse.explain(woq_linear, x, pack(codes, 4), scale, bits=4)
     assert found.chosen == found.captured == "cpu"
     assert octofuse.explain(woq_linear, x, pack(codes, 4), scale, 8, bits=4) == found
-    declined = dict.fromkeys(("gemv_binary", "gemv_int8", "gemm", "gemm_many"), "needs tensors on cuda")
+    engines = ("gemv_binary", "gemv_int8", "gemm", "gemm_split", "gemm_many")
+    declined = dict.fromkeys(engines, "needs tensors on cuda")
     assert dict(found.declined) == declined | {"dequantized": "slower"}
     assert "cpu: the fastest of those that can serve" in str(found)
     offset = torch.zeros(1, 48)

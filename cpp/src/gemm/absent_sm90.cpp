@@ -45,6 +45,9 @@ namespace octofuse::lowbit {
 void run_gemm(const LowbitArgs&, int, cudaStream_t) {
   throw RuntimeError("lowbit_gemm: this build holds no sm_90a kernels");
 }
+void run_gemm_split(const LowbitArgs&, int, cudaStream_t) {
+  throw RuntimeError("lowbit_gemm_split: this build holds no sm_90a kernels");
+}
 void run_gemm_many(const LowbitArgs&, int, cudaStream_t) {
   throw RuntimeError("lowbit_gemm_many: this build holds no sm_90a kernels");
 }

@@ -13,6 +13,10 @@ GemmKernel kernel_for(const LowbitArgs& args, const ManyShape& shape) {
     const auto of = [&](auto tokens, auto channels) {
       kernel = many_kernel_of<ManyTraits<Format::kFormat, Format::kBits, kType, tokens.value, channels.value>>();
     };
+    if (shape.splits_k) {
+      kernel = many_kernel_of<ManyTraits<Format::kFormat, Format::kBits, kType, 128, 128, true>>();
+      return;
+    }
     constexpr auto k128 = std::integral_constant<int, 128>();
     constexpr auto k192 = std::integral_constant<int, 192>();
     if (shape.channels == 192) return of(k128, k192);
@@ -23,15 +27,22 @@ GemmKernel kernel_for(const LowbitArgs& args, const ManyShape& shape) {
   return kernel;
 }
 
-}  // namespace
-
-void run_gemm_many(const LowbitArgs& args, int device, cudaStream_t stream) {
-  if (has_integers(args)) return run_gemm_many_integer(args, device, stream);
-  const ManyShape shape(args.m, args.n, k_blocks_of(args.k));
+void run(const LowbitArgs& args, const ManyShape& shape, int device, cudaStream_t stream) {
   const bool is_half = args.type == DType::kFloat16;
   const GemmKernel kernel =
       is_half ? kernel_for<DType::kFloat16>(args, shape) : kernel_for<DType::kBFloat16>(args, shape);
   launch_gemm_many(args, kernel, shape, device, stream);
+}
+
+}  // namespace
+
+void run_gemm_many(const LowbitArgs& args, int device, cudaStream_t stream) {
+  if (has_integers(args)) return run_gemm_many_integer(args, device, stream);
+  run(args, ManyShape(args.m, args.n, k_blocks_of(args.k)), device, stream);
+}
+
+void run_gemm_split(const LowbitArgs& args, int device, cudaStream_t stream) {
+  run(args, ManyShape::split(args.m, args.n, k_blocks_of(args.k)), device, stream);
 }
 
 }  // namespace octofuse::lowbit

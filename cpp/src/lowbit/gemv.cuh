@@ -21,7 +21,9 @@ constexpr int kThreads = 32 * kSlices;
 struct GemvArgs {
   TokenRows rows;
   int m;
-  int log_tokens;         // slots for tokens: 1, 2 or 4
+  int log_tokens;         // slots for tokens: 1, 2, 4 or 8
+  bool several = false;   // of gemv_several.cu
+  int log_divide = 0;     // there: blocks of a cluster that divide the K slices
   int row_tiles, stages;  // gated: row tiles of gates, each of which a block takes with the one of its values
   int sm_count, room;     // bytes of shared memory of a block
   bool few_row_tiles;     // no more than SMs
@@ -55,8 +57,8 @@ struct GemvArgs {
 
   __host__ __device__ bool gated() const { return epilogue.gated; }
 
-  // Row tiles from one unit of a kernel that takes `several` to the next.
-  __host__ __device__ int of_unit(int several) const { return gated() ? 1 : several; }
+  // Row tiles from one unit of a kernel whose warps take `several` to the next.
+  __host__ __device__ int of_unit(int several) const { return gated() ? 1 : several << log_divide; }
 };
 
 // A kernel as the host sees it.
@@ -75,34 +77,43 @@ struct GemvKernel {
     const bool goes_deep = !leaves_room(args) && layout_of(args, deep).bytes <= args.room;
     args.stages = goes_deep ? deep : shallow;
     args.layout = layout_of(args, args.stages);
-    launch_kernel(name, function, dim3(static_cast<unsigned>(blocks(args))), dim3(kThreads), args.layout.bytes, dim3(1),
-                  args.chained, &args, stream, {args.w.packed, args.packed_bytes});
+    launch_kernel(name, function, dim3(static_cast<unsigned>(blocks(args))), dim3(kThreads), args.layout.bytes,
+                  dim3(1U << args.log_divide), args.chained, &args, stream, {args.w.packed, args.packed_bytes});
   }
 
  private:
   int blocks(const GemvArgs& args) const {
-    return std::min(static_cast<int>(ceil_div(args.row_tiles, args.of_unit(row_tiles))), args.sm_count);
+    const int units = static_cast<int>(ceil_div(args.row_tiles, args.of_unit(row_tiles)));
+    return std::min(units, args.sm_count >> args.log_divide) << args.log_divide;
   }
 
   // Where a warp fills one stage in all and most SMs have a block, a deeper ring would only keep the next kernel's
   // blocks from them: a step of the GPT-2 XL with 4 bits takes 938 us with shallow rings there and 971 with deep ones
   // (H200, batch 1). With fewer blocks the next kernel finds free SMs, and a deep ring is as good or better.
   bool leaves_room(const GemvArgs& args) const {
-    const int64_t units = ceil_div(args.row_tiles, int64_t{args.of_unit(row_tiles)} * args.sm_count);
+    const int64_t units =
+        ceil_div(args.row_tiles, int64_t{args.of_unit(row_tiles)} * (args.sm_count >> args.log_divide));
     const int64_t stages_of_work = units * ceil_div(args.w.k_blocks, int64_t{kSlices} * blocks_of_stage);
     return shallow_for_one_stage && stages_of_work == 1 && 3 * blocks(args) > 2 * args.sm_count;
   }
 
   SharedLayout layout_of(const GemvArgs& args, int stages) const {
-    return {args.w.k_blocks, args.w.groups.segments, 1 << args.log_tokens, row_tiles, stages, stage_bytes, table_bytes};
+    return {own_k_blocks(args.w.k_blocks, args.log_divide),
+            args.w.groups.segments,
+            1 << args.log_tokens,
+            row_tiles,
+            stages,
+            stage_bytes,
+            table_bytes,
+            args.several};
   }
 };
 
 // Traits has kBytes of a stage, and the numbers that GemvKernel has.
-template <class Traits>
-GemvKernel gemv_of(void (*kernel)(GemvArgs)) {
+template <class Traits, void (*kKernel)(GemvArgs)>
+GemvKernel gemv_of() {
   static DeviceFlags raised;
-  return {reinterpret_cast<const void*>(kernel),
+  return {reinterpret_cast<const void*>(kKernel),
           &raised,
           Traits::kRowTiles,
           Traits::kBytes,
@@ -129,6 +140,59 @@ __device__ inline void wait_for_stages(int stages) {
     wait_for_copies<Traits::kDeep - 2>();
   }
 }
+
+// A warp's ring of stages, which it fills and reads itself: those of its K slice of the block's units in turn.
+template <class Traits>
+class WarpRing {
+  using Stage = typename Traits::Stage;
+  StageProducer<Stage> producer_;
+  char* const ring_;
+  const int stages_, row_tiles_, k_blocks_, slice_, next_;
+  char *stage_, *before_;  // the one to read, and the one before it
+
+ public:
+  // ring: of all warps. first: row tile; next: so many behind a unit's row tiles are those of the next one.
+  __device__ WarpRing(const GemvArgs& args, char* ring, int stages, int warp, int lane, int slice, int first, int next)
+      : producer_(args.w, lane),
+        ring_(ring + warp * stages * Stage::kBytes),
+        stages_(stages),
+        row_tiles_(args.row_tiles),
+        k_blocks_(args.w.k_blocks),
+        slice_(slice),
+        next_(next),
+        stage_(ring_),
+        before_(ring_ + (stages - 1) * Stage::kBytes) {
+    producer_.seek(slice < k_blocks_ ? first : row_tiles_, slice);
+  }
+
+  __device__ void fill() {
+#pragma unroll 1
+    for (int i = 0; i < stages_ - 1; ++i) produce(ring_ + i * Stage::kBytes);
+  }
+
+  // The next stage, which has arrived. The one before has been read, and is filled again.
+  __device__ char* wait() {
+    wait_for_stages<Traits>(stages_);
+    __syncwarp();
+    produce(before_);
+    return stage_;
+  }
+
+  __device__ void advance() {
+    before_ = stage_;
+    stage_ = stage_ == ring_ + (stages_ - 1) * Stage::kBytes ? ring_ : stage_ + Stage::kBytes;
+  }
+
+ private:
+  __device__ void produce(char* stage) {
+    if (producer_.row_tile() < row_tiles_) {
+      producer_.copy(stage);
+      producer_.advance(kSlices);
+      if (producer_.k_block() >= k_blocks_) producer_.seek(producer_.row_tile() + next_, slice_);
+    }
+    commit_copies();
+  }
+};
 
 // The tokens on their way from memory to what products read in shared memory: integers, beside float8 halves. A warp
 // has every sixteenth share, all of one token.
@@ -277,9 +341,10 @@ __device__ inline void prepare_tokens(const GemvArgs& args, Tokens<Traits, Opera
 // The output of the row tiles that are summed together which this thread finishes.
 template <int kChannels>
 struct ThreadOutput {
-  int token, n;
-  bool exists;
+  int token = 0, n = 0;
+  bool exists = false;
 
+  ThreadOutput() = default;
   __device__ ThreadOutput(const GemvArgs& args, int row_tile)
       : token(static_cast<int>(threadIdx.x / kChannels)),
         n((row_tile + static_cast<int>(threadIdx.x % kChannels) / kTileRows * args.w.apart) * kTileRows +

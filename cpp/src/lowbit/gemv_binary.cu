@@ -245,7 +245,7 @@ template <LowbitFormat kFormat, int kCount, int kGroups, int kRowTiles>
 GemvKernel kernel_of(bool has_norm) {
   using Plain = Traits<kFormat, kCount, kGroups, kRowTiles, false>;
   using Normed = Traits<kFormat, kCount, kGroups, kRowTiles, true>;
-  return has_norm ? gemv_of<Normed>(binary_kernel<Normed>) : gemv_of<Plain>(binary_kernel<Plain>);
+  return has_norm ? gemv_of<Normed, binary_kernel<Normed>>() : gemv_of<Plain, binary_kernel<Plain>>();
 }
 
 // Two row tiles at a time share what is done once for a k-block; where there are few, more blocks count for more.

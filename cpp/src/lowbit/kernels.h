@@ -15,11 +15,17 @@ void run_gemv_binary(const LowbitArgs& args, const NormArgs& norm, int device, c
 // Up to 4 tokens.
 void run_gemv_int8(const LowbitArgs& args, const NormArgs& norm, int device, cudaStream_t stream);
 
+// Up to 16, without a norm, of uniform codes. The same bits.
+void run_gemv_several(const LowbitArgs& args, int device, cudaStream_t stream);
+
 // sm_90a: up to kMostGemmTokens, whose rows start at multiples of 16 bytes.
 void run_gemm(const LowbitArgs& args, int device, cudaStream_t stream);
 
 // sm_90a: any number of tokens, made for more than 128; rows likewise. The sums are in another order than run_gemm's.
 void run_gemm_many(const LowbitArgs& args, int device, cudaStream_t stream);
+
+// The same by pairs of blocks that divide K: again another order. Not of integers.
+void run_gemm_split(const LowbitArgs& args, int device, cudaStream_t stream);
 
 // Both for tokens in int8 beside weights that are integers (has_integers()): sums are exact.
 void run_gemm_integer(const LowbitArgs& args, int device, cudaStream_t stream);

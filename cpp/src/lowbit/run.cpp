@@ -3,7 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "lowbit/kernels.h"
-#include "lowbit/shape.h"
+#include "lowbit/several_shape.h"
 #include "octofuse/device.h"
 #include "octofuse/epilogue_pass.h"
 #include "octofuse/error.h"
@@ -38,12 +38,29 @@ bool gemv_reads(const LowbitArgs& args) {
   return even && is_aligned(args.x, args.x_is_int8 ? 2 : 4);
 }
 
+// gemv_several.cu reads 8 columns at once.
+bool several_reads(const LowbitArgs& args) {
+  return args.k % 8 == 0 && args.ldx % 8 == 0 && is_aligned(args.x, args.x_is_int8 ? 8 : 16);
+}
+
+// Whether gemv_int8 means gemv_several.cu. That has neither norms nor gates of its own: up to 4 tokens with one of
+// these stay with the kernel that has.
+bool takes_several(const LowbitArgs& args, bool has_norm, LowbitEngine engine, int device) {
+  if (engine != LowbitEngine::kGemvInt8) return false;
+  const Capability& capability = device_capability(device);
+  const LowbitProblem problem = problem_of(args);
+  const bool by_one_set =
+      args.m <= lowbit::kMostTokensOfOneSet && lowbit::least_int8_gemv(problem) <= capability.shared_memory;
+  if (by_one_set && (has_norm || args.gated)) return false;
+  return lowbit::takes_several(problem, capability.shared_memory, capability.kernels_sm90a);
+}
+
 // Whether the chosen kernel normalises the tokens itself. Those for rows of scales that cannot be copied 16 bytes at a
 // time do not.
-bool takes_norm(const LowbitArgs& args, const RowPassArgs& rows, LowbitEngine engine) {
+bool takes_norm(const LowbitArgs& args, const RowPassArgs& rows, LowbitEngine engine, int device) {
   if (!lowbit::fits_gemv(rows)) return false;
   if (engine == LowbitEngine::kGemvBinary) return true;
-  if (engine != LowbitEngine::kGemvInt8) return false;
+  if (engine != LowbitEngine::kGemvInt8 || takes_several(args, true, engine, device)) return false;
   return lowbit::int8_gemv_shape(problem_of(args)).groups > 0;
 }
 
@@ -51,7 +68,8 @@ bool takes_norm(const LowbitArgs& args, const RowPassArgs& rows, LowbitEngine en
 bool takes_gate(const LowbitArgs& args, LowbitEngine engine, int device) {
   const int room = device_capability(device).shared_memory;
   if (engine == LowbitEngine::kGemvBinary) return lowbit::binary_gemv_takes_gate(problem_of(args), room);
-  return engine == LowbitEngine::kGemvInt8 && lowbit::int8_gemv_takes_gate(problem_of(args), room);
+  if (engine != LowbitEngine::kGemvInt8 || takes_several(args, false, engine, device)) return false;
+  return lowbit::int8_gemv_takes_gate(problem_of(args), room);
 }
 
 // x becomes norm(x).
@@ -68,7 +86,7 @@ void multiply(const RowPassArgs& rows, LowbitArgs args, LowbitEngine engine, int
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   lowbit::NormArgs norm;
   if (rows.norm != Norm::kNone) {
-    if (takes_norm(args, rows, engine)) {
+    if (takes_norm(args, rows, engine, device)) {
       norm = lowbit::NormArgs(rows);
     } else {
       normalise(rows, args, device, stream, allocate);
@@ -79,11 +97,18 @@ void multiply(const RowPassArgs& rows, LowbitArgs args, LowbitEngine engine, int
     case LowbitEngine::kGemvBinary:
     case LowbitEngine::kGemvInt8:
       if (!gemv_reads(args)) copy_rows(args, own, device, stream, allocate);
+      if (takes_several(args, norm.kind != Norm::kNone, engine, device)) {
+        if (!several_reads(args)) copy_rows(args, own, device, stream, allocate);
+        return lowbit::run_gemv_several(args, device, cuda_stream);
+      }
       if (engine == LowbitEngine::kGemvInt8) return lowbit::run_gemv_int8(args, norm, device, cuda_stream);
       return lowbit::run_gemv_binary(args, norm, device, cuda_stream);
     case LowbitEngine::kGemm:
       if (!gemm_reads(args)) copy_rows(args, gemm_type(args), device, stream, allocate);
       return lowbit::run_gemm(args, device, cuda_stream);
+    case LowbitEngine::kGemmSplit:
+      if (!gemm_reads(args)) copy_rows(args, gemm_type(args), device, stream, allocate);
+      return lowbit::run_gemm_split(args, device, cuda_stream);
     case LowbitEngine::kGemmMany:
       if (!gemm_reads(args)) copy_rows(args, gemm_type(args), device, stream, allocate);
       return lowbit::run_gemm_many(args, device, cuda_stream);

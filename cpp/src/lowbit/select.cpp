@@ -3,7 +3,7 @@
 #include <array>
 
 #include "lowbit/integer_shape.h"
-#include "lowbit/shape.h"
+#include "lowbit/several_shape.h"
 #include "octofuse/error.h"
 #include "octofuse/lowbit.h"
 
@@ -11,8 +11,9 @@ namespace octofuse {
 namespace {
 
 // In the order in which "auto" asks them: the first that can serve and is worth it.
-constexpr std::array kEngines = {LowbitEngine::kCpu,  LowbitEngine::kGemvBinary, LowbitEngine::kGemvInt8,
-                                 LowbitEngine::kGemm, LowbitEngine::kGemmMany,   LowbitEngine::kDequantized};
+constexpr std::array kEngines = {LowbitEngine::kCpu,        LowbitEngine::kGemvBinary, LowbitEngine::kGemvInt8,
+                                 LowbitEngine::kGemm,       LowbitEngine::kGemmSplit,  LowbitEngine::kGemmMany,
+                                 LowbitEngine::kDequantized};
 
 constexpr const char* kNoRoom = "a token and three stages of its weights do not fit into a block's shared memory";
 
@@ -37,7 +38,11 @@ const char* why_not_gemv_binary(const LowbitProblem& problem, const Capability& 
 
 const char* why_not_gemv_int8(const LowbitProblem& problem, const Capability& capability) {
   if (const char* reason = why_not_gemv(problem, capability)) return reason;
-  if (problem.m > 4) return "it takes up to 4 tokens";
+  if (problem.m > lowbit::kMostSeveral) return "it takes up to 4 tokens, beside some weights 8";
+  if (lowbit::takes_several(problem, capability.shared_memory, capability.kernels_sm90a)) return nullptr;
+  if (problem.m > lowbit::kMostTokensOfOneSet) {
+    return lowbit::several_takes(problem) ? kNoRoom : "beside this weight it takes up to 4 tokens";
+  }
   return lowbit::least_int8_gemv(problem) <= capability.shared_memory ? nullptr : kNoRoom;
 }
 
@@ -51,6 +56,12 @@ const char* why_not_gemm_many(const LowbitProblem& problem, const Capability& ca
   if (one_row && (problem.group == 0 || problem.group >= problem.k)) return nullptr;
   if (problem.has_zeros) return problem.n % 16 == 0 ? nullptr : "with zero points of groups N must be a multiple of 16";
   return problem.n % 8 == 0 ? nullptr : "with groups or planes N must be a multiple of 8";
+}
+
+const char* why_not_gemm_split(const LowbitProblem& problem, const Capability& capability) {
+  if (problem.is_integer) return "of integers gemm_many divides K itself";
+  if (lowbit::k_blocks_of(problem.k) < lowbit::kSharing) return "up to 128 columns there is nothing to divide";
+  return why_not_gemm_many(problem, capability);
 }
 
 const char* why_not_gemm(const LowbitProblem& problem, const Capability& capability) {
@@ -68,6 +79,8 @@ const char* why_not(LowbitEngine engine, const LowbitProblem& problem, const Cap
       return why_not_gemv_int8(problem, capability);
     case LowbitEngine::kGemm:
       return why_not_gemm(problem, capability);
+    case LowbitEngine::kGemmSplit:
+      return why_not_gemm_split(problem, capability);
     case LowbitEngine::kGemmMany:
       return why_not_gemm_many(problem, capability);
     case LowbitEngine::kDequantized:
@@ -103,17 +116,24 @@ const char* why_slower_integer(LowbitEngine engine, const LowbitProblem& problem
 // Why "auto" leaves out an engine that could serve.
 const char* why_slower(LowbitEngine engine, const LowbitProblem& problem, const Capability& capability) {
   if (problem.is_integer) return why_slower_integer(engine, problem, capability);
-  if (engine != LowbitEngine::kGemm && engine != LowbitEngine::kGemmMany) return nullptr;
+  if (engine == LowbitEngine::kGemvInt8 && problem.m > lowbit::kMostTokensOfOneSet) {
+    const bool has_gemm = why_not_gemm(problem, capability) == nullptr;
+    return has_gemm && !lowbit::is_faster_by_several(problem) ? "slower: gemm's blocks fit better" : nullptr;
+  }
+  const bool is_split = engine == LowbitEngine::kGemmSplit;
+  if (engine != LowbitEngine::kGemm && !is_split && engine != LowbitEngine::kGemmMany) return nullptr;
   const bool every = lowbit::has_every_block(problem.format, problem.bits);
+  const int k_blocks = lowbit::k_blocks_of(problem.k);
   const bool is_many = problem.m > lowbit::kGemmStep &&  // without asking: it is never less
-                       problem.m > lowbit::most_gemm_tokens(problem.n, lowbit::k_blocks_of(problem.k), every);
+                       problem.m > lowbit::most_gemm_tokens(problem.n, k_blocks, every);
   if (is_many && is_better_dequantised(problem)) {
     return "slower: for so many tokens a weight that is dequantised once is faster";
   }
-  if (engine == LowbitEngine::kGemm && is_many)
-    return "slower: gemm_many dequantises a weight for more tokens at a time";
-  if (engine == LowbitEngine::kGemmMany && !is_many) return "slower: so few tokens make too few of its tiles";
-  return nullptr;
+  if (engine == LowbitEngine::kGemm && is_many) return "slower: others dequantise a weight for more tokens at a time";
+  if (engine == LowbitEngine::kGemm) return nullptr;
+  if (!is_many) return "slower: so few tokens make too few of its tiles";
+  if (is_split == (problem.m <= lowbit::most_split_tokens(problem.n, k_blocks))) return nullptr;
+  return is_split ? "slower: there are tiles for all SMs" : "slower: too few tiles, whose K blocks can divide";
 }
 
 LowbitEngine best(const LowbitProblem& problem, const Capability& capability) {
@@ -136,6 +156,8 @@ const char* name_of(LowbitEngine engine) {
       return "gemv_int8";
     case LowbitEngine::kGemm:
       return "gemm";
+    case LowbitEngine::kGemmSplit:
+      return "gemm_split";
     case LowbitEngine::kGemmMany:
       return "gemm_many";
     case LowbitEngine::kDequantized:

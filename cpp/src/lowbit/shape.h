@@ -36,19 +36,25 @@ constexpr int stage_bytes(LowbitFormat format, int bits, int segments, int row_t
   return static_cast<int>(round_up(codes + segments * planes * rows * 2 + zeros, 128));
 }
 
+constexpr int kBarriersOfUnit = 5;  // of gemv_several.cu
+
 // Shared memory of a gemv block: tokens; the scale and sum of each in every segment; two sets of the slices' sums;
 // rings.
 struct SharedLayout {
-  int scales_and_sums = 0, sums = 0, table = 0, ring = 0;  // offsets
+  int scales_and_sums = 0, sums = 0, inbox = 0, barriers = 0, table = 0, ring = 0;  // offsets
   int bytes = 0;
 
-  // tokens: slots for them. stages: of a warp. table_bytes: of a codebook.
+  // tokens: slots for them. stages: of a warp. table_bytes: of a codebook. several: for gemv_several.cu, which has one
+  // set of sums and barriers to keep it, and two sums of each output from another block, in two sets.
   constexpr SharedLayout() = default;
   constexpr SharedLayout(int k_blocks, int segments, int tokens, int row_tiles, int stages, int stage,
-                         int table_bytes = 0) {
+                         int table_bytes = 0, bool several = false) {
     scales_and_sums = k_blocks * tokens * 2 * kBlockK;
     sums = static_cast<int>(round_up(scales_and_sums + k_blocks * segments * tokens * 8, 16));
-    table = static_cast<int>(round_up(sums + 2 * kSlices * row_tiles * kTileRows * tokens * 4, 128));
+    const int outputs = row_tiles * kTileRows * tokens;
+    inbox = sums + (several ? 1 : 2) * kSlices * outputs * 4;
+    barriers = inbox + (several ? 2 * outputs * 8 : 0);
+    table = static_cast<int>(round_up(barriers + (several ? kBarriersOfUnit * 8 : 0), 128));
     ring = table + table_bytes;
     bytes = ring + kSlices * stages * stage;
   }
@@ -62,8 +68,13 @@ constexpr int level_table_bytes(LowbitFormat format, bool compact) {
   return format == LowbitFormat::kCodebook ? level_zeros_at(compact) + 256 : 0;
 }
 
-// Slots for tokens, as a power of two: 1, 2 or 4.
-constexpr int log_slots(int64_t m) { return m > 2 ? 2 : m == 2 ? 1 : 0; }
+// Slots for tokens, as a power of two: 1, 2, 4 or 8.
+constexpr int log_slots(int64_t m) { return m > 4 ? 3 : m > 2 ? 2 : m == 2 ? 1 : 0; }
+
+// K-blocks of which a block has tokens.
+constexpr int own_k_blocks(int k_blocks, int log_divide) {
+  return log_divide == 0 ? k_blocks : static_cast<int>(ceil_div(k_blocks, kSlices)) << (kLogSlices - log_divide);
+}
 
 constexpr int kShallowStages = 3;  // of a warp's ring, where there is no room for more
 
@@ -175,11 +186,20 @@ struct GemmShape {
 
   static constexpr bool is_split_by_4(int64_t n, int k_blocks) { return n <= kClusters[4] * 64 && k_blocks >= 16; }
 
-  // ns on an H200.
+  // ns on an H200, of more than 128 tokens.
   int64_t time(int64_t m, int64_t n, int k_blocks) const {
     const int of_block = channels == 64 ? 435 : channels == 128 ? 870 : 1170;
     const int64_t blocks = ceil_div(n, channels) * ceil_div(m, tokens);
     return ceil_div(blocks, kClusters[split]) * (ceil_div(k_blocks, split) * of_block + 1000 + 1700 * split);
+  }
+
+  // The same of up to 32 tokens.
+  int64_t time_of_few(int bits, int64_t n, int k_blocks) const {
+    constexpr int kOfBlock[9] = {0, 760, 720, 830, 720, 870, 900, 1000, 880};  // a group's, of 64 channels or more
+    const int slices = split * (channels == 64 ? 4 : channels == 128 ? 2 : 1);
+    const int64_t rounds = ceil_div(ceil_div(n, channels), kClusters[split]);
+    const int of_round = split == 1 ? 430 : channels == 64 ? 1500 : 950;
+    return 2700 + rounds * (ceil_div(k_blocks, slices) * kOfBlock[bits] + of_round);
   }
 
  private:
@@ -213,7 +233,15 @@ void with_shape(const GemmShape& shape, F f) {
 constexpr int kSharing = 2;        // blocks of a cluster, which share tokens
 constexpr int kManyClusters = 66;  // of 132 SMs
 
-// A block's tile: the one by which all tokens are multiplied in the least time. No sum depends on it.
+// Up to so many tokens, 0 for none, the two blocks of a cluster divide K ("gemm_split"): where a cluster has one tile
+// of 128 x 128 at most, so that half of the SMs would be idle. The sums are others, so N and K alone decide.
+constexpr int64_t most_split_tokens(int64_t n, int k_blocks) {
+  constexpr int kTile = 128;
+  constexpr int kLeastBlocks = 8;  // of K: fewer take no longer than the exchange of sums
+  return k_blocks < kLeastBlocks ? 0 : kManyClusters / ceil_div(n, kTile) * kTile;
+}
+
+// A block's tile: the one by which all tokens are multiplied in the least time. But for splits_k no sum depends on it.
 struct ManyShape {
   int tokens = 0, channels = 0;
   int token_tiles = 0, channel_pairs = 0;  // of the whole output; two tiles of channels are a cluster's
@@ -238,19 +266,32 @@ struct ManyShape {
     }
   }
   constexpr int64_t tiles() const { return int64_t{token_tiles} * channel_pairs; }
+
+  // Of blocks that divide K.
+  static constexpr ManyShape split(int64_t m, int64_t n, int k_blocks) {
+    ManyShape shape;
+    shape.tokens = shape.channels = 128;
+    shape.token_tiles = static_cast<int>(ceil_div(m, shape.tokens));
+    shape.channel_pairs = static_cast<int>(ceil_div(n, shape.channels));
+    shape.splits_k = true;
+    shape.time = ceil_div(shape.tiles(), kManyClusters) * (ceil_div(k_blocks, kSharing) * 790 + 3500) + 1000;
+    return shape;
+  }
 };
 
 constexpr int64_t kGemmStep = 128;  // tokens
 
-// Up to so many tokens gemm is faster, by more than 5 % beyond the first step. N, K and the kind of weight alone
-// decide, since the two kernels add in different orders. every: has_every_block().
+// Up to so many tokens gemm is faster than gemm_split and gemm_many, by more than 5 % beyond the first step. N, K and
+// the kind of weight alone decide, since the kernels add in different orders. every: has_every_block().
 inline int64_t most_gemm_tokens(int64_t n, int k_blocks, bool every) {
   constexpr int64_t kMost = 8 * kGemmStep;
   if (GemmShape::is_split_by_4(n, k_blocks)) return 2 * kGemmStep;
   for (int64_t m = kGemmStep; m < kMost; m += kGemmStep) {
     const int64_t next = m + kGemmStep;
     const GemmShape few(static_cast<int>(next), static_cast<int>(n), k_blocks, every);
-    if (few.time(next, n, k_blocks) * 21 >= ManyShape(next, n, k_blocks).time * 20) return m;
+    const bool splits = next <= most_split_tokens(n, k_blocks);
+    const ManyShape many = splits ? ManyShape::split(next, n, k_blocks) : ManyShape(next, n, k_blocks);
+    if (few.time(next, n, k_blocks) * 21 >= many.time * 20) return m;
   }
   return kMost;
 }

@@ -72,22 +72,33 @@ struct Integers {
 
   Integers() = default;
 
+  // In one case of 128 the largest becomes more than kMostToken, and the next smaller power is taken.
+  __device__ static PowerOfTwo power_of(uint32_t largest) {
+    PowerOfTwo power(largest);
+    if (__uint_as_float(largest) * __uint_as_float(power.bits) > static_cast<float>(kMostToken)) power.halve();
+    return power;
+  }
+
+  // The integer of a value, rounded, plus kRawZero: a number added to the product leaves it in the low bits of the sum.
+  // The 128 beside it make the second byte the high one although low bytes, once their highest bit is inverted, are
+  // signed.
+  static constexpr uint32_t kRawZero = 0x4B400080U;  // the bits of kMagic
+  __device__ static uint32_t raw_of(float value, const PowerOfTwo& power) {
+    constexpr float kMagic = 12582912.0F + 128.0F;
+    return __float_as_uint(__fmaf_rn(value, __uint_as_float(power.bits), kMagic));
+  }
+
   // Of values that are int8 already: their own low bytes.
   __device__ explicit Integers(uint32_t bytes)
       : high(0), low(bytes), scale(1.0F), sum(__dp4a(static_cast<int>(bytes), 0x01010101, 0)) {}
 
  private:
   __device__ Integers(const float (&v)[4], uint32_t largest) {
-    // In one case of 128 the largest becomes more than kMostToken, and the next smaller power is taken.
-    PowerOfTwo power(largest);
-    if (__uint_as_float(largest) * __uint_as_float(power.bits) > static_cast<float>(kMostToken)) power.halve();
+    const PowerOfTwo power = power_of(largest);
     scale = power.inverse();
-    // Added to a product it leaves the integer, rounded, in the low bits of the sum. The 128 beside it make the second
-    // byte the high one although low bytes are signed.
-    constexpr float kMagic = 12582912.0F + 128.0F;
     uint32_t raw[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) raw[j] = __float_as_uint(__fmaf_rn(v[j], __uint_as_float(power.bits), kMagic));
+    for (int j = 0; j < 4; ++j) raw[j] = raw_of(v[j], power);
     const uint32_t first = __byte_perm(raw[0], raw[1], 0x5140);  // low, low, high, high
     const uint32_t second = __byte_perm(raw[2], raw[3], 0x5140);
     low = __byte_perm(first, second, 0x5410) ^ 0x80808080U;
@@ -112,20 +123,26 @@ struct Int8Operand {
   static constexpr int kLow = 64;
   static constexpr int kHalf = 128;  // of the steps
 
-  // This lane's bytes of a k-block. is_low: those of low bytes.
+  // This lane's bytes of a k-block, of a token of each set of four. is_low: those of low bytes.
+  template <int kSets>
   struct Reader {
+    static constexpr int kToNextSet = 4 * 2 * kBlockK;
     const char* at;
     int to_next;  // bytes to the next k-block of this warp
-    uint4 columns[2];
+    uint4 columns[kSets][2];
 
     __device__ Reader(const char* token, const char* /*zeros*/, bool is_low, int to_next)
         : at(token + (is_low ? kLow : 0)), to_next(to_next) {}
     __device__ void load() {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) columns[i] = *reinterpret_cast<const uint4*>(at + i * kHalf);
+      for (int i = 0; i < 2 * kSets; ++i) {
+        columns[i / 2][i % 2] = *reinterpret_cast<const uint4*>(at + i / 2 * kToNextSet + i % 2 * kHalf);
+      }
     }
     // Of half a step.
-    __device__ uint32_t of(int step, int half) const { return word_of(columns[step / 2], step % 2 * 2 + half); }
+    __device__ uint32_t of(int set, int step, int half) const {
+      return word_of(columns[set][step / 2], step % 2 * 2 + half);
+    }
     __device__ void advance() { at += to_next; }
   };
 
@@ -148,7 +165,9 @@ struct Int8Operand {
 // the token's high bytes are [high, 0], those of its low bytes [low, high], so that their sums stand for 2^16 and for
 // 2^8. What low bytes of both make is left out: a column may lose 2^14, where the largest product is 2^30.
 struct CodebookOperand : Int8Operand {
+  template <int kSets>
   struct Reader {
+    static_assert(kSets == 1);
     const char *high, *low;  // this lane's of its token; low: zeros for a column of high bytes
     int step, low_step;      // bytes to the next k-block of this warp
     uint32_t first, second;  // selectors
@@ -240,7 +259,9 @@ struct HalfOperand {
   using Sum = float;
   static constexpr int kSums = 2;  // of each half of a step one: products that wait for fewer others
 
+  template <int kSets>
   struct Reader {
+    static_assert(kSets == 1);
     const char* at;
     int to_next;  // bytes to the next k-block of this warp
     uint4 columns[kSteps];
