@@ -55,7 +55,7 @@ def many_token_cases() -> int:
 
 
 def several_cases() -> int:
-    """5 to 8 tokens by the gemv kernels: several units for each pair of blocks, and blocks that divide nothing."""
+    """3 and 7 tokens by gemv_several: several units for each pair of blocks, and blocks that divide nothing."""
     count = 0
     for (n, k, bits), m in itertools.product(((8480, 2176, 4), (4240, 512, 3), (2144, 5120, 8)), (3, 7)):
         weight = Weight("uniform", bits, 128, n, k, bits == 3, torch.float16, device="cpu")

@@ -65,7 +65,7 @@ def test_every_other_engine_has_a_reason() -> None:
     assert reasons()["gemv_binary"] == "it takes codes of up to 3 bits, or up to 4 planes"
     assert reasons(m=5000)["gemm"] == "slower: others dequantise a weight for more tokens at a time"
     assert reasons(m=5000)["gemm_split"] == "slower: there are tiles for all SMs"
-    assert reasons(m=200)["gemm_many"] == "slower: too few tiles, whose K blocks can divide"
+    assert reasons(m=200)["gemm_many"] == "slower: so few tiles that blocks had better divide K"
     assert reasons(m=100)["gemm_split"] == "slower: so few tokens make too few of its tiles"
     assert reasons(m=100)["gemm_many"] == "slower: so few tokens make too few of its tiles"
     assert reasons(m=5000, n=1920)["gemm_many"].startswith("slower: for so many tokens a weight that is dequantised")
@@ -91,9 +91,8 @@ def test_5_to_8_tokens() -> None:
         for m in (5, 6, 8):
             assert select(bits=bits, m=m, n=n, k=k, group=group)["chosen"] == chosen, (m, n, k, bits)
         assert select(bits=bits, m=9, n=n, k=k, group=group)["chosen"] == "gemm"
-    assert select(m=8, n=28672, cc=80)["chosen"] == "gemv_int8", "no gemm there"
-    assert reasons(m=8, n=2048)["gemv_int8"] == "slower: gemm's blocks fit better"
-    assert reasons("planes", 3, m=5)["gemv_int8"] == "beside this weight it takes up to 4 tokens"
+    assert reasons(m=8, n=1024)["gemv_int8"] == "slower: gemm's blocks fit better"
+    assert reasons(kind="planes", bits=3, m=5)["gemv_int8"] == "beside this weight it takes up to 4 tokens"
     assert reasons(m=5, k=65536)["gemv_int8"].startswith("a token and three stages")
     assert select(m=4, k=28672)["chosen"] == "gemv_int8"
 
@@ -102,6 +101,7 @@ def test_5_to_8_tokens() -> None:
 def test_other_chips() -> None:
     for cc in (80, 86):
         assert select(cc=cc)["chosen"] == "gemv_int8"
+        assert select(m=8, k=2048, cc=cc)["chosen"] == "gemv_int8", "no gemm there"
         assert select(m=9, cc=cc)["chosen"] == "dequantized"
         assert reasons(m=9, cc=cc)["gemm"] == "needs compute capability 9.0 (wgmma)"
         assert reasons(m=900, cc=cc)["gemm_many"] == "needs compute capability 9.0 (wgmma)"

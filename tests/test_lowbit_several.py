@@ -104,7 +104,7 @@ def test_less_shared_memory() -> None:
 
 @pytest.mark.parametrize("m", [4, 8])
 def test_in_a_chain(m: int) -> None:
-    """Captured, with norms and gates of their own in front and behind, and again."""
+    """Captured, with norms of their own in front, and again."""
     first = Weight("uniform", 4, 128, 3072, 3072, False, torch.float16)
     second = Weight("uniform", 3, 128, 3072, 3072, False, torch.float16)
 

@@ -19,12 +19,13 @@
 // tokens.
 //
 // Up to 4 tokens, beside some uniform codes 8 (lowbit/gemv_int8.cu, lowbit/gemv_several.cu, lowbit/gemv_binary.cu): the
-// 128 values of a token in a k-block share a power of two, by which they become integers of 16 bits. Products of these run on int8 or binary tensor cores and are exact;
-// those of a codebook's levels, integers of 16 bits as well, but for 2^-16 of the largest. Beside float8 the values
-// become fp16, and tensor cores add their products in fp32. Sums over groups are in fp32, in an order of K alone. More
-// tokens (lowbit/gemm_kernel.cuh, lowbit/gemm_many_kernel.cuh): weights are rounded once, to x's type, and multiplied
-// on its tensor cores, with sums in fp32, in an order of N and K in the one and of K alone in the other; a second one of
-// K alone where blocks divide K. So by one engine a token's bits do not depend on the other tokens.
+// 128 values of a token in a k-block share a power of two, by which they become integers of 16 bits. Products of these
+// run on int8 or binary tensor cores and are exact; those of a codebook's levels, integers of 16 bits as well, but for
+// 2^-16 of the largest. Beside float8 the values become fp16, and tensor cores add their products in fp32. Sums over
+// groups are in fp32, in an order of K alone. More tokens (lowbit/gemm_kernel.cuh, lowbit/gemm_many_kernel.cuh):
+// weights are rounded once, to x's type, and multiplied on its tensor cores, with sums in fp32, in an order of N and K
+// in the one and of K alone in the other; a second one of K alone where blocks divide K. So by one engine a token's
+// bits do not depend on the other tokens.
 #pragma once
 
 #include <array>
@@ -55,8 +56,9 @@ struct LowbitProblem {
 
 // cpu: host memory (octofuse/cpu.h). gemv_binary: one token, codes of up to 3 bits or up to 4 planes. gemv_int8: up to
 // 4 tokens, beside some uniform codes 8. gemm: more, compute capability 9.0. gemm_split: from about 128 on, likewise,
-// beside few channels; its blocks divide K. gemm_many: more; where sums are integers, by its time. dequantized: the weight is written to memory in x's dtype for this call, and torch multiplies it; where sums
-// are integers, in int8, and the int8 linear does.
+// beside few channels; its blocks divide K. gemm_many: more; where sums are integers, by its time. dequantized: the
+// weight is written to memory in x's dtype for this call, and torch multiplies it; where sums are integers, in int8,
+// and the int8 linear does.
 enum class LowbitEngine : int8_t { kCpu, kGemvBinary, kGemvInt8, kGemm, kGemmSplit, kGemmMany, kDequantized };
 
 const char* name_of(LowbitEngine engine);

@@ -1,5 +1,5 @@
 // Barriers in shared memory, and what two blocks of a cluster tell each other through them. Without clusters (before
-// compute capability 9.0) only a block's own.
+// compute capability 9.0) only a block's own: CUTLASS's barriers are for 9.0 alone.
 #pragma once
 
 #include <cstdint>
@@ -78,11 +78,13 @@ struct BlockBarrier {
 // All threads of both blocks. Says nothing of memory.
 __device__ inline void arrive_at_cluster() {
 #if __CUDA_ARCH__ >= 900
+  __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 __device__ inline void wait_for_cluster() {
 #if __CUDA_ARCH__ >= 900
+  __syncwarp();
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }

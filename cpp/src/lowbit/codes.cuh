@@ -1,4 +1,4 @@
-// How the codes of a weight lie in its tiles, and the exact arithmetic of up to 4 tokens against one tile.
+// How the codes of a weight lie in its tiles, and the exact arithmetic of a few tokens against one tile.
 //
 // A tile has 16 output channels (a row tile) by 128 columns (a k-block). mma.sync m16n8k32 multiplies it in 4 steps of
 // 32 columns: the codes are its 16 rows, as unsigned bytes (sparse12: signed); each token is two of its 8 columns, one

@@ -15,9 +15,8 @@
 namespace octofuse::lowbit {
 
 constexpr int kMostStages = 16;
-constexpr int kTokenRun = 128;  // bytes of a token that are copied and multiplied at a time: TMA's widest swizzle
-constexpr int kMostShared = 227 << 10;  // bytes of a block
-constexpr int kBarrierBytes = 1024;     // a multiple of the swizzle's unit
+constexpr int kTokenRun = 128;       // bytes of a token that are copied and multiplied at a time: TMA's widest swizzle
+constexpr int kBarrierBytes = 1024;  // a multiple of the swizzle's unit
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;

@@ -3,9 +3,9 @@
 // gemm_many_integer.cu those of int8.
 //
 // gemm_kernel.cuh makes every weight again for 128 tokens, which is likely what bounds it there (cpp/README.md). Here a
-// weight is made for up to 256 tokens. Of fp16 and bf16 K is not cut, and wgmma adds in an order of K alone, whatever
-// the tile: a token's bits depend neither on the other tokens nor on their number, but they are not those of
-// gemm_kernel.cuh, which cuts K. Sums of int8 are exact: there the two blocks of a cluster may divide K.
+// weight is made for up to 256 tokens. Of fp16 and bf16 gemm_many does not cut K, and wgmma adds in an order of K
+// alone, whatever the tile: a token's bits depend neither on the other tokens nor on their number, but they are not
+// those of gemm_kernel.cuh, which cuts K. Sums of int8 are exact: there the two blocks of a cluster may divide K.
 //
 //   two blocks of a cluster  have the same tokens and neighbouring channels; each copies half of the tokens to both. Or
 //                            (kSplitsK) the same tile and half of K each: they exchange sums, half of the tokens each

@@ -1,4 +1,4 @@
-// What the kernels for up to 4 tokens share. A block has 16 warps, each of which takes a K slice: it streams its codes
+// What the kernels for up to 8 tokens share. A block has 16 warps, each of which takes a K slice: it streams its codes
 // through a ring of its own in shared memory and multiplies them there, with no other warp to wait for. The tokens lie
 // beside the rings; they are loaded, normalised if asked, and converted once, while the first codes are on their way.
 // At the end of a unit of row tiles the warps' sums meet in shared memory, and each thread finishes one output.
@@ -57,8 +57,8 @@ struct GemvArgs {
 
   __host__ __device__ bool gated() const { return epilogue.gated; }
 
-  // Row tiles from one unit of a kernel whose warps take `several` to the next.
-  __host__ __device__ int of_unit(int several) const { return gated() ? 1 : several << log_divide; }
+  // Row tiles from one unit of a kernel to the next; of_warp: that a warp takes.
+  __host__ __device__ int of_unit(int of_warp) const { return gated() ? 1 : of_warp << log_divide; }
 };
 
 // A kernel as the host sees it.
@@ -352,13 +352,19 @@ struct ThreadOutput {
         exists(token < args.m && n < args.w.n) {}
 };
 
-// The sum of all slices, of which sum_of(i) is the i-th: four neighbours in turn, then the four sums.
+// Of slices first to first + 3 in turn; sum_of(i) is the i-th.
+template <class SumOf>
+__device__ inline auto sum_of_four(SumOf sum_of, int first) {
+  return add(add(add(sum_of(first), sum_of(first + 1)), sum_of(first + 2)), sum_of(first + 3));
+}
+
+// The sum of all slices: four neighbours in turn, then the four sums.
 template <class SumOf>
 __device__ inline auto sum_of_slices(SumOf sum_of) {
   auto total = sum_of(0);
 #pragma unroll
   for (int i = 0; i < kSlices; i += 4) {
-    const auto four = add(add(add(sum_of(i), sum_of(i + 1)), sum_of(i + 2)), sum_of(i + 3));
+    const auto four = sum_of_four(sum_of, i);
     total = i == 0 ? four : add(total, four);
   }
   return total;

@@ -1,5 +1,5 @@
 // The products of a few tokens with low-bit weights, in int8 (of float8 weights: in fp16). gemv_int8.cu has the kernels
-// for up to 4 tokens, gemv_several.cu those for up to 16.
+// for up to 4 tokens, gemv_several.cu those for 3 to 8.
 #pragma once
 
 #include "device/mma.cuh"
@@ -15,8 +15,6 @@ constexpr int stages_in(int bytes, int stage) {
 // What a kernel makes of its tokens: kNorm: it normalises them itself. kIntegers: they are int8, and so is the weight
 // (has_integers()): sums of all of K are integers.
 enum class Kind { kPlain, kNorm, kIntegers };
-
-constexpr int kTokensOfSet = 4;  // whose high and low bytes are the 8 columns of a product
 
 // A kernel at compile time. kCompact: a codebook's smaller table. kSets: of tokens.
 template <LowbitFormat kFormat_, int kBits, int kGroups, int kRowTiles_, Kind kKind = Kind::kPlain,

@@ -1,8 +1,9 @@
 // 3 to 8 tokens against uniform codes, in the arithmetic of gemv_int8.cu: a token has the bits that it has alone. Of
 // more than four a second set meets the codes in registers behind the first. The tokens' bytes take much shared memory,
-// and a block converts all that it multiplies: so the two blocks of a cluster may divide the K slices. Then a block has
-// 8 slices of twice the row tiles and finishes half of these; it gets the other half of K's sums from the other block,
-// and takes them a unit later, so that neither waits.
+// and a block converts all that it multiplies: so where there are clusters, and K has more k-blocks than slices, two
+// blocks divide the K slices. Each has 8 of them, for twice the row tiles: its warps form two teams with row tiles of
+// their own. Each finishes one team's outputs; the other half of these sums comes from the other block, and is taken
+// while the next unit of row tiles is multiplied, so that neither waits.
 #include "device/block_pair.cuh"
 #include "lowbit/gemv_int8.cuh"
 #include "lowbit/kernels.h"
@@ -95,12 +96,16 @@ class UnitEnd {
     ++unit_;
   }
 
-  __device__ void flush(int lane) {
-    if (!is_divided()) return;
-    if (threadIdx.x < kOutputs) finish_last(lane);
-    __syncwarp();
-    arrive_at_cluster();  // the other block may still write here
-    wait_for_cluster();
+  // Behind the last unit. The block must not end before all that the other one sends here has come: its sums, which
+  // finish_last() waits for, and that it has read the last two units' sums.
+  __device__ void flush([[maybe_unused]] int lane) {
+#if __CUDA_ARCH__ >= 900
+    if (!is_divided() || threadIdx.x >= kOutputs) return;
+    finish_last(lane);
+    for (uint32_t unit = unit_ > 1 ? unit_ - 2 : 0; unit < unit_; ++unit) {
+      barriers_.inbox_read[unit % 2].wait(unit / 2 % 2);
+    }
+#endif
   }
 
  private:
@@ -110,9 +115,9 @@ class UnitEnd {
 
   // Of four slices in turn, then of the next four.
   __device__ float2 sums_of_team(int team) const {
-    const auto four = [&](int i) { return add(add(add(sum_of(i), sum_of(i + 1)), sum_of(i + 2)), sum_of(i + 3)); };
+    const auto sum = [&](int i) { return sum_of(i); };
     const int first = team * own_.count();
-    return make_float2(four(first), four(first + 4));
+    return make_float2(sum_of_four(sum, first), sum_of_four(sum, first + 4));
   }
 
   __device__ void store(const Output& output, const Addends<1>& addends, float total) const {
@@ -124,6 +129,7 @@ class UnitEnd {
   __device__ void take(int lane) {
     if (!is_divided()) {
       const float total = sum_of_slices([&](int i) { return sum_of(i); });
+      __syncwarp();
       if (lane == 0) barriers_.sums_read.arrive(total);
       return store(output_, addends_, total);
     }
@@ -138,6 +144,7 @@ class UnitEnd {
     barriers_.inbox_read[slot].wait(unit_ / 2 % 2 ^ 1);  // the other block has read what it got two units before
     const float2 theirs = sums_of_team(other);
     const float2 mine = sums_of_team(rank_);
+    __syncwarp();
     if (lane == 0) barriers_.sums_read.arrive(theirs.x + theirs.y + mine.x + mine.y);
     barriers_.inbox_full[slot].send(other, inbox_ + slot * kOutputs + threadIdx.x, theirs);
     if (unit_ > 0) finish_last(lane);
@@ -156,6 +163,7 @@ class UnitEnd {
     const float2 even = rank_ == 0 ? last_sums_ : others;  // of slices 0 to 3, and 8 to 11
     const float2 odd = rank_ == 0 ? others : last_sums_;
     const float total = add(add(add(even.x, odd.x), even.y), odd.y);
+    __syncwarp();
     if (lane == 0) barriers_.inbox_read[unit % 2].arrive_at(rank_ ^ 1, total);
     store(last_, last_addends_, total);
 #endif

@@ -23,7 +23,7 @@ void copy_rows(LowbitArgs& args, DType type, int device, Stream stream, const Al
   args.x_is_int8 = type == DType::kInt8;
 }
 
-// What gemm and gemm_many read x as. int8 values are exact in any type.
+// What gemm, gemm_split and gemm_many read x as. int8 values are exact in any type.
 DType gemm_type(const LowbitArgs& args) { return has_integers(args) ? DType::kInt8 : args.type; }
 
 // They read it by TMA.
@@ -45,12 +45,12 @@ bool several_reads(const LowbitArgs& args) {
 
 // Whether gemv_int8 means gemv_several.cu. That has neither norms nor gates of its own: up to 4 tokens with one of
 // these stay with the kernel that has.
-bool takes_several(const LowbitArgs& args, bool has_norm, LowbitEngine engine, int device) {
-  if (engine != LowbitEngine::kGemvInt8) return false;
+bool goes_to_several(const LowbitArgs& args, bool has_norm, LowbitEngine engine, int device) {
+  if (engine != LowbitEngine::kGemvInt8 || args.m < lowbit::kLeastSeveral) return false;
   const Capability& capability = device_capability(device);
   const LowbitProblem problem = problem_of(args);
   const bool by_one_set =
-      args.m <= lowbit::kMostTokensOfOneSet && lowbit::least_int8_gemv(problem) <= capability.shared_memory;
+      args.m <= lowbit::kTokensOfSet && lowbit::least_int8_gemv(problem) <= capability.shared_memory;
   if (by_one_set && (has_norm || args.gated)) return false;
   return lowbit::takes_several(problem, capability.shared_memory, capability.kernels_sm90a);
 }
@@ -60,7 +60,7 @@ bool takes_several(const LowbitArgs& args, bool has_norm, LowbitEngine engine, i
 bool takes_norm(const LowbitArgs& args, const RowPassArgs& rows, LowbitEngine engine, int device) {
   if (!lowbit::fits_gemv(rows)) return false;
   if (engine == LowbitEngine::kGemvBinary) return true;
-  if (engine != LowbitEngine::kGemvInt8 || takes_several(args, true, engine, device)) return false;
+  if (engine != LowbitEngine::kGemvInt8 || goes_to_several(args, true, engine, device)) return false;
   return lowbit::int8_gemv_shape(problem_of(args)).groups > 0;
 }
 
@@ -68,7 +68,7 @@ bool takes_norm(const LowbitArgs& args, const RowPassArgs& rows, LowbitEngine en
 bool takes_gate(const LowbitArgs& args, LowbitEngine engine, int device) {
   const int room = device_capability(device).shared_memory;
   if (engine == LowbitEngine::kGemvBinary) return lowbit::binary_gemv_takes_gate(problem_of(args), room);
-  if (engine != LowbitEngine::kGemvInt8 || takes_several(args, false, engine, device)) return false;
+  if (engine != LowbitEngine::kGemvInt8 || goes_to_several(args, false, engine, device)) return false;
   return lowbit::int8_gemv_takes_gate(problem_of(args), room);
 }
 
@@ -95,14 +95,15 @@ void multiply(const RowPassArgs& rows, LowbitArgs args, LowbitEngine engine, int
   const DType own = args.x_is_int8 ? DType::kInt8 : args.type;
   switch (engine) {
     case LowbitEngine::kGemvBinary:
-    case LowbitEngine::kGemvInt8:
       if (!gemv_reads(args)) copy_rows(args, own, device, stream, allocate);
-      if (takes_several(args, norm.kind != Norm::kNone, engine, device)) {
+      return lowbit::run_gemv_binary(args, norm, device, cuda_stream);
+    case LowbitEngine::kGemvInt8:
+      if (goes_to_several(args, norm.kind != Norm::kNone, engine, device)) {
         if (!several_reads(args)) copy_rows(args, own, device, stream, allocate);
         return lowbit::run_gemv_several(args, device, cuda_stream);
       }
-      if (engine == LowbitEngine::kGemvInt8) return lowbit::run_gemv_int8(args, norm, device, cuda_stream);
-      return lowbit::run_gemv_binary(args, norm, device, cuda_stream);
+      if (!gemv_reads(args)) copy_rows(args, own, device, stream, allocate);
+      return lowbit::run_gemv_int8(args, norm, device, cuda_stream);
     case LowbitEngine::kGemm:
       if (!gemm_reads(args)) copy_rows(args, gemm_type(args), device, stream, allocate);
       return lowbit::run_gemm(args, device, cuda_stream);

@@ -40,7 +40,7 @@ const char* why_not_gemv_int8(const LowbitProblem& problem, const Capability& ca
   if (const char* reason = why_not_gemv(problem, capability)) return reason;
   if (problem.m > lowbit::kMostSeveral) return "it takes up to 4 tokens, beside some weights 8";
   if (lowbit::takes_several(problem, capability.shared_memory, capability.kernels_sm90a)) return nullptr;
-  if (problem.m > lowbit::kMostTokensOfOneSet) {
+  if (problem.m > lowbit::kTokensOfSet) {
     return lowbit::several_takes(problem) ? kNoRoom : "beside this weight it takes up to 4 tokens";
   }
   return lowbit::least_int8_gemv(problem) <= capability.shared_memory ? nullptr : kNoRoom;
@@ -59,9 +59,9 @@ const char* why_not_gemm_many(const LowbitProblem& problem, const Capability& ca
 }
 
 const char* why_not_gemm_split(const LowbitProblem& problem, const Capability& capability) {
+  if (const char* reason = why_not_gemm_many(problem, capability)) return reason;
   if (problem.is_integer) return "of integers gemm_many divides K itself";
-  if (lowbit::k_blocks_of(problem.k) < lowbit::kSharing) return "up to 128 columns there is nothing to divide";
-  return why_not_gemm_many(problem, capability);
+  return lowbit::k_blocks_of(problem.k) < lowbit::kSharing ? "up to 128 columns there is nothing to divide" : nullptr;
 }
 
 const char* why_not_gemm(const LowbitProblem& problem, const Capability& capability) {
@@ -116,7 +116,7 @@ const char* why_slower_integer(LowbitEngine engine, const LowbitProblem& problem
 // Why "auto" leaves out an engine that could serve.
 const char* why_slower(LowbitEngine engine, const LowbitProblem& problem, const Capability& capability) {
   if (problem.is_integer) return why_slower_integer(engine, problem, capability);
-  if (engine == LowbitEngine::kGemvInt8 && problem.m > lowbit::kMostTokensOfOneSet) {
+  if (engine == LowbitEngine::kGemvInt8 && problem.m > lowbit::kTokensOfSet) {
     const bool has_gemm = why_not_gemm(problem, capability) == nullptr;
     return has_gemm && !lowbit::is_faster_by_several(problem) ? "slower: gemm's blocks fit better" : nullptr;
   }
@@ -133,7 +133,7 @@ const char* why_slower(LowbitEngine engine, const LowbitProblem& problem, const 
   if (engine == LowbitEngine::kGemm) return nullptr;
   if (!is_many) return "slower: so few tokens make too few of its tiles";
   if (is_split == (problem.m <= lowbit::most_split_tokens(problem.n, k_blocks))) return nullptr;
-  return is_split ? "slower: there are tiles for all SMs" : "slower: too few tiles, whose K blocks can divide";
+  return is_split ? "slower: there are tiles for all SMs" : "slower: so few tiles that blocks had better divide K";
 }
 
 LowbitEngine best(const LowbitProblem& problem, const Capability& capability) {

@@ -12,8 +12,9 @@ namespace octofuse::lowbit {
 constexpr int kTileRows = 16;  // output channels of a row tile
 constexpr int kBlockK = 128;   // columns of a k-block
 constexpr int kLogSlices = 4;
-constexpr int kSlices =
-    1 << kLogSlices;  // K slices of the gemv kernels, one a warp: slice i has k-blocks i, i + 16, ...
+constexpr int kSlices = 1 << kLogSlices;  // K slices of the gemv kernels: slice i has k-blocks i, i + 16, ...
+constexpr int kTokensOfSet = 4;           // whose high and low bytes are the 8 columns of a product
+constexpr int kMostShared = 227 << 10;    // bytes of a block on an H200
 
 constexpr int k_blocks_of(int64_t k) { return static_cast<int>(ceil_div(k, kBlockK)); }
 
@@ -238,7 +239,7 @@ constexpr int kManyClusters = 66;  // of 132 SMs
 constexpr int64_t most_split_tokens(int64_t n, int k_blocks) {
   constexpr int kTile = 128;
   constexpr int kLeastBlocks = 8;  // of K: fewer take no longer than the exchange of sums
-  return k_blocks < kLeastBlocks ? 0 : kManyClusters / ceil_div(n, kTile) * kTile;
+  return n < 1 || k_blocks < kLeastBlocks ? 0 : kManyClusters / ceil_div(n, kTile) * kTile;
 }
 
 // A block's tile: the one by which all tokens are multiplied in the least time. But for splits_k no sum depends on it.

@@ -126,7 +126,7 @@ struct Int8Operand {
   // This lane's bytes of a k-block, of a token of each set of four. is_low: those of low bytes.
   template <int kSets>
   struct Reader {
-    static constexpr int kToNextSet = 4 * 2 * kBlockK;
+    static constexpr int kToNextSet = kTokensOfSet * 2 * kBlockK;
     const char* at;
     int to_next;  // bytes to the next k-block of this warp
     uint4 columns[kSets][2];

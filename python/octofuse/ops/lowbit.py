@@ -4,15 +4,17 @@ fp16 and bf16 run kernels that read the packed weight. Up to 4 tokens, compute c
 "gemv_int8" and, for one token against codes of up to 3 bits or planes, "gemv_binary"): a token's 128 values of a k-block
 share a power of two and become 16-bit integers, whose products with the codes are exact; sums of groups are in fp32. That
 changes a value by at most 2^-14 of the largest of its 128, where fp16 itself rounds that one by up to 2^-12. x is copied
-where K or the distance of its rows is odd, or where it does not start at a multiple of two elements.
+where K or the distance of its rows is odd, or where it does not start at a multiple of two elements. Uniform codes with N
+a multiple of 16 and groups of at least 128 columns (4 and 8 bits: any): "gemv_int8" takes up to 8 tokens, of which x is
+copied where K or the distance of its rows is no multiple of 8, and "auto" does where that is faster.
 
-More tokens, compute capability 9.0 (engines "gemm" and "gemm_many"): weights are rounded once to x's dtype and multiplied
-on its tensor cores. "gemm" cuts K, "gemm_many" makes a weight for up to 256 tokens at a time; "auto" changes from one to
-the other at 128 to 1,024 tokens, a number that N, K and the kind of weight decide (`octofuse.explain` tells). They need N
-to be a multiple of 8, with zero points of 16; N is free where a row is one group (of one plane). x is copied where its
-rows do not start at multiples of 16 bytes.
+More tokens, compute capability 9.0 (engines "gemm", "gemm_split" and "gemm_many"): weights are rounded once to x's dtype
+and multiplied on its tensor cores. "gemm" cuts K; the others make a weight for up to 256 tokens at a time, "gemm_split" by
+blocks that divide K in two, for narrow layers. "auto" goes from one to the next at 128 to 1,024 tokens and beyond, numbers
+that N, K and the kind of weight decide (`octofuse.explain` tells). They need N to be a multiple of 8, with zero points of
+16; N is free where a row is one group (of one plane). x is copied where its rows do not start at multiples of 16 bytes.
 
-int8 activations: up to 4 tokens as they are, exactly; more as numbers of the scale's dtype, which hold them (a copy).
+int8 activations: by "gemv_int8" as they are, exactly; by others as numbers of the scale's dtype, which hold them (a copy).
 Beside a weight that is its rows' scales times integers of 8 bits (uniform codes of 2 and more bits, one scale for each row,
 the zero 2^(bits - 1); `two_level_linear`) they are multiplied as int8: sums are exact, and every engine gives the bits of
 `i8f16_linear` with these integers as its weight.
@@ -77,7 +79,7 @@ def woq_linear(
             tokens the kernel normalises itself.
         out_scale: fp32, one element, or a float: int8 output. Kernels round the fp32 result once; engine "dequantized"
             rounds it to x's dtype first, and gated is as `gated_activation_quantize`.
-        engine: "auto", or "gemv_binary", "gemv_int8", "gemm", "gemm_many" or "dequantized".
+        engine: "auto", or "gemv_binary", "gemv_int8", "gemm", "gemm_split", "gemm_many" or "dequantized".
         gated: act(first half of the outputs) * the other half in place of act(outputs), with the bits of `gated_activation`
             as an op of its own; N is even, and there is no residual. In one kernel up to 4 tokens where N is a multiple of
             32, for codes of 1 to 4 and of 8 bits, up to 4 planes, and pairs (`sparse12_linear`), in groups of at least 128
@@ -85,8 +87,8 @@ def woq_linear(
 
     Returns:
         `[..., N]`, gated `[..., N / 2]`, in x's dtype, for int8 in the scale's; int8 with out_scale. By the kernels a
-        token's bits are the same whatever else is in x: those of up to 4 tokens, those of "gemm", or those of "gemm_many";
-        of integers (above) the same by all.
+        token's bits are the same whatever else is in x: those of the gemv engines, of "gemm", of "gemm_split", or of
+        "gemm_many"; of integers (above) the same by all.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what came.
