@@ -249,11 +249,13 @@ struct ManyShape {
   bool splits_k = false;                   // its blocks have the same tile: then a pair is one tile of channels
   int64_t time = 0;                        // ns on an H200
 
+  // Tokens, channels, and the ns that a k-block takes. gemm_split has the first.
+  static constexpr int kTiles[][3] = {{128, 128, 790}, {128, 192, 1060}, {192, 128, 1000}, {256, 128, 1320}};
+  // ns: of the kernel, of a tile, of exchanging the sums of its halves of K.
+  static constexpr int kStart = 1000, kEnd = 2000, kExchange = 1500;
+
   constexpr ManyShape() = default;
   constexpr ManyShape(int64_t m, int64_t n, int k_blocks) {
-    // Tokens, channels, and the ns that a k-block takes.
-    constexpr int kTiles[][3] = {{128, 128, 790}, {128, 192, 1060}, {192, 128, 1000}, {256, 128, 1320}};
-    constexpr int kStart = 1000, kEnd = 2000;  // ns: of the kernel, of a tile
     for (const auto& [tile_tokens, tile_channels, of_block] : kTiles) {
       const int64_t down = ceil_div(m, tile_tokens);
       const int64_t pairs = ceil_div(n, tile_channels * kSharing);
@@ -271,11 +273,13 @@ struct ManyShape {
   // Of blocks that divide K.
   static constexpr ManyShape split(int64_t m, int64_t n, int k_blocks) {
     ManyShape shape;
-    shape.tokens = shape.channels = 128;
+    shape.tokens = kTiles[0][0];
+    shape.channels = kTiles[0][1];
     shape.token_tiles = static_cast<int>(ceil_div(m, shape.tokens));
     shape.channel_pairs = static_cast<int>(ceil_div(n, shape.channels));
     shape.splits_k = true;
-    shape.time = ceil_div(shape.tiles(), kManyClusters) * (ceil_div(k_blocks, kSharing) * 790 + 3500) + 1000;
+    const int64_t of_tile = ceil_div(k_blocks, kSharing) * kTiles[0][2] + kEnd + kExchange;
+    shape.time = ceil_div(shape.tiles(), kManyClusters) * of_tile + kStart;
     return shape;
   }
 };
