@@ -34,10 +34,13 @@ def test_tokens_decide() -> None:
     assert select(m=129)["chosen"] == select(m=256)["chosen"] == select(bits=5, m=256)["chosen"] == "gemm_split"
     assert select(m=257)["chosen"] == "gemm_many"
     assert select(m=129, n=6144)["chosen"] == select(m=2000)["chosen"] == "gemm_many"
-    assert select("planes", 4, m=1025)["chosen"] == select(m=257, n=1920)["chosen"] == "dequantized"
+    assert select("planes", 4, m=1025)["chosen"] == select(m=513, n=1920)["chosen"] == "dequantized"
     assert select("planes", 4, m=1024)["chosen"] == select("planes", 3, m=1025)["chosen"] == "gemm_many"
     assert select(m=256, n=1920)["chosen"] == "gemm"
-    assert select(m=512, n=2048)["chosen"] == "gemm_split"
+    assert select(m=512, n=2048)["chosen"] == select(m=257, n=1920)["chosen"] == "gemm_split"
+    assert select(m=64, n=6144)["chosen"] == select(m=64, n=28672)["chosen"] == "gemm"
+    assert select(m=65, n=6144)["chosen"] == select(m=128, n=6144)["chosen"] == "gemm_split"
+    assert select(m=65, n=28672)["chosen"] == select(bits=6, m=65, n=10240)["chosen"] == "gemm_many"
     with pytest.raises(ValueError, match="gemm_split: up to 128 columns there is nothing to divide"):
         select(m=256, k=128, engine="gemm_split")
     assert select(m=256, k=896)["chosen"] != "gemm_split", "few columns take no longer than to exchange sums"

@@ -16,7 +16,8 @@ namespace octofuse::lowbit {
 
 constexpr int kMostStages = 16;
 constexpr int kTokenRun = 128;       // bytes of a token that are copied and multiplied at a time: TMA's widest swizzle
-constexpr int kBarrierBytes = 1024;  // a multiple of the swizzle's unit
+constexpr int kSwizzleRows = 8;      // runs that a swizzle's unit has
+constexpr int kBarrierBytes = 1024;  // a multiple of that unit
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;

@@ -256,7 +256,9 @@ inline void launch_gemm_many(const LowbitArgs& given, const GemmKernel& kernel, 
                              cudaStream_t stream) {
   const Weight w(given);
   allow_shared_memory(kernel.function, kMostShared, device, *kernel.raised);
-  ManyArgs args{gemm_args_of(given, w, kernel, 1, shape.tokens / kSharing, 0, is_chained(stream, device))};
+  // Half of a tile's tokens, or of those that exist: TMA takes longer over rows outside x.
+  const auto half = std::min<int64_t>(shape.tokens / kSharing, round_up(ceil_div(given.m, kSharing), kSwizzleRows));
+  ManyArgs args{gemm_args_of(given, w, kernel, 1, static_cast<int>(half), 0, is_chained(stream, device))};
   args.layout.stages = weight_stages_of(shape.tokens);
   const int fixed = kBarrierBytes + kernel.table_bytes + args.layout.stages * args.layout.stage +
                     (kernel.threads / 128 - 1) * kManyStagingBytes + kernel.exchange_bytes;

@@ -112,6 +112,7 @@ class ManyProducer {
   __device__ void tokens(char* ring) const {
     wait_for_predecessors();
     const int rank = static_cast<int>(blockIdx.x) % kSharing;
+    const int half_bytes = args_.tokens_read * kTokenRun;
     RingPosition at(0, args_.token_stages);
 #pragma unroll 1
     for (ManyWalk<Traits> tile(args_); tile.valid(); tile.next()) {
@@ -119,19 +120,18 @@ class ManyProducer {
       for (int i = 0; i < range_.count * Traits::kRuns; ++i) {
         FullBarrier& full = barriers_.tokens_full[at.slot];
         barriers_.tokens_empty[at.slot].wait(at.phase ^ 1);
-        full.arrive_and_expect_tx(Traits::kTokenBytes);
+        full.arrive_and_expect_tx(static_cast<uint32_t>(kSharing * half_bytes));
         char* const to = ring + at.slot * Traits::kTokenBytes;
         const int column = (range_.first * Traits::kRuns + i) * (kBlockK / Traits::kRuns);
         if constexpr (Traits::kSplitsK) {
 #pragma unroll
           for (int half = 0; half < kSharing; ++half) {
-            copy(args_.x, full, to + half * (Traits::kTokenBytes / kSharing), column,
-                 tile.token + half * (Traits::kTokens / kSharing));
+            copy(args_.x, full, to + half * half_bytes, column, tile.token + half * args_.tokens_read);
           }
         } else {
           cute::SM90_TMA_LOAD_MULTICAST_2D::copy(
               &args_.x, reinterpret_cast<uint64_t*>(&full), uint16_t{(1 << kSharing) - 1}, kNormal,
-              to + rank * (Traits::kTokenBytes / kSharing), column, tile.token + rank * (Traits::kTokens / kSharing));
+              to + rank * half_bytes, column, tile.token + rank * args_.tokens_read);
         }
         at.next();
       }

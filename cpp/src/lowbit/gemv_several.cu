@@ -16,13 +16,13 @@ namespace {
 // ---- the end of a unit ----
 
 struct UnitBarriers {
-  BlockBarrier sums_read;      // this block's, by its own threads
+  BlockBarrier sums_read;      // this block's, by each of its own threads that reads them
   BlockBarrier inbox_full[2];  // of the other block's sums
   BlockBarrier inbox_read[2];  // the other block has read its own
 
   // readers: warps.
   __device__ void init(int readers) const {
-    sums_read.init(readers);
+    sums_read.init(32 * readers);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       inbox_full[i].init(1);
@@ -129,8 +129,7 @@ class UnitEnd {
   __device__ void take(int lane) {
     if (!is_divided()) {
       const float total = sum_of_slices([&](int i) { return sum_of(i); });
-      __syncwarp();
-      if (lane == 0) barriers_.sums_read.arrive(total);
+      barriers_.sums_read.arrive(total);
       return store(output_, addends_, total);
     }
     exchange(lane);
@@ -144,8 +143,7 @@ class UnitEnd {
     barriers_.inbox_read[slot].wait(unit_ / 2 % 2 ^ 1);  // the other block has read what it got two units before
     const float2 theirs = sums_of_team(other);
     const float2 mine = sums_of_team(rank_);
-    __syncwarp();
-    if (lane == 0) barriers_.sums_read.arrive(theirs.x + theirs.y + mine.x + mine.y);
+    barriers_.sums_read.arrive(theirs.x + theirs.y + mine.x + mine.y);
     barriers_.inbox_full[slot].send(other, inbox_ + slot * kOutputs + threadIdx.x, theirs);
     if (unit_ > 0) finish_last(lane);
     last_ = output_;

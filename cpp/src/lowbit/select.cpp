@@ -126,9 +126,9 @@ const char* why_slower(LowbitEngine engine, const LowbitProblem& problem, const 
   const bool may_split = problem.m <= lowbit::most_split_tokens(problem.n, k_blocks);
   if (is_split && !may_split) return "slower: there are tiles for all SMs";
   const bool every = lowbit::has_every_block(problem.format, problem.bits);
-  const bool is_many = problem.m > lowbit::kGemmStep &&  // without asking: it is never less
+  const bool is_many = problem.m >= lowbit::kLeastManyTokens &&  // without asking: it is never less
                        problem.m > lowbit::most_gemm_tokens(problem.n, k_blocks, every);
-  if (is_many && is_better_dequantised(problem)) {
+  if (is_many && !may_split && is_better_dequantised(problem)) {
     return "slower: for so many tokens a weight that is dequantised once is faster";
   }
   if (engine == LowbitEngine::kGemm && is_many) return "slower: others dequantise a weight for more tokens at a time";

@@ -187,11 +187,13 @@ struct GemmShape {
 
   static constexpr bool is_split_by_4(int64_t n, int k_blocks) { return n <= kClusters[4] * 64 && k_blocks >= 16; }
 
-  // ns on an H200, of more than 128 tokens.
+  // ns on an H200, of more than 64 tokens.
   int64_t time(int64_t m, int64_t n, int k_blocks) const {
-    const int of_block = channels == 64 ? 435 : channels == 128 ? 870 : 1170;
+    const int of_128 = channels == 192 ? 1170 : channels == 128 ? 870 : split == 4 ? 350 : 435;
+    const int of_block = tokens == 128 ? of_128 : of_128 * 3 / 5;
+    const int of_round = split == 1 ? 2700 : 4400;
     const int64_t blocks = ceil_div(n, channels) * ceil_div(m, tokens);
-    return ceil_div(blocks, kClusters[split]) * (ceil_div(k_blocks, split) * of_block + 1000 + 1700 * split);
+    return ceil_div(blocks, kClusters[split]) * (ceil_div(k_blocks, split) * of_block + of_round);
   }
 
   // The same of up to 32 tokens.
@@ -284,19 +286,24 @@ struct ManyShape {
   }
 };
 
-constexpr int64_t kGemmStep = 128;  // tokens
+constexpr int64_t kLeastManyTokens = 65;
 
-// Up to so many tokens gemm is faster than gemm_split and gemm_many, by more than 5 % beyond the first step. N, K and
-// the kind of weight alone decide, since the kernels add in different orders. every: has_every_block().
+// Up to so many tokens, 64 at least, gemm takes a weight: gemm_split or gemm_many take 65 tokens where they are 5 %
+// faster with 128, more where they are no more than 5 % slower. N, K and the kind of weight alone decide, since the
+// kernels add in different orders. every: has_every_block().
 inline int64_t most_gemm_tokens(int64_t n, int k_blocks, bool every) {
-  constexpr int64_t kMost = 8 * kGemmStep;
-  if (GemmShape::is_split_by_4(n, k_blocks)) return 2 * kGemmStep;
-  for (int64_t m = kGemmStep; m < kMost; m += kGemmStep) {
-    const int64_t next = m + kGemmStep;
+  constexpr int64_t kStep = 128;
+  constexpr int64_t kMost = 8 * kStep;
+  for (int64_t m = kLeastManyTokens - 1; m < kMost;) {
+    const int64_t next = m < kStep ? kStep : m + kStep;
     const GemmShape few(static_cast<int>(next), static_cast<int>(n), k_blocks, every);
     const bool splits = next <= most_split_tokens(n, k_blocks);
     const ManyShape many = splits ? ManyShape::split(next, n, k_blocks) : ManyShape(next, n, k_blocks);
-    if (few.time(next, n, k_blocks) * 21 >= many.time * 20) return m;
+    const int64_t time = few.time(next, n, k_blocks);
+    if (m < kStep ? time * 20 >= many.time * 21 : time * 21 >= many.time * 20) return m;
+    // There not gemm_many takes the others, but a weight that is dequantised once.
+    if (!splits && m >= 2 * kStep && GemmShape::is_split_by_4(n, k_blocks)) return m;
+    m = next;
   }
   return kMost;
 }
