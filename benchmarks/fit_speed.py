@@ -38,6 +38,10 @@ LIKE = {  # kinds that no decoder was timed with, and the column of results/<gpu
     "q4": "bcq-q4", "q3": "bcq-q3", "q2": "bcq-q2", "q1": "bcq-q1", "sparse12": "sparse12",
 }  # fmt: skip
 MODEL, SIZE = "Llama-3.1-8B", 8192
+# Of 4 bits beside int8 tokens no decoder was timed, but single linears, on one H200 (peers.json): these layers, chained,
+# with one token, with those of a batch and with those of a prompt.
+INTEGER_LAYERS = ((4096, 4096), (6144, 4096), (28672, 4096))
+INTEGER_TOKENS = (1, 16, 2048)
 BATCH, BATCH_CONTEXT = 32, 8 + 256 // 2
 PROMPT_TOKENS, PROMPT_LENGTH = 8 * 2048, 2048
 
@@ -116,6 +120,17 @@ def kind_of(decode: dict[str, Any], name: str, bandwidth: float) -> dict[str, An
     return kind
 
 
+def of_integers() -> tuple[float, float]:
+    """A further sequence of w4a8 beside one of w4a16, and its rate in prompts beside that of int8."""
+    rows = json.loads((RESULTS / "h200/peers.json").read_text())["rows"]
+    taken = {(row["family"], row["M"], row["N"], row["K"]): row["us"]["octofuse, chained"] for row in rows}
+    one, some, many = (
+        {family: sum(taken[family, m, n, k] for n, k in INTEGER_LAYERS) for family in ("w8a8", "w4a16", "w4a8")}
+        for m in INTEGER_TOKENS
+    )
+    return (some["w4a8"] - one["w4a8"]) / (some["w4a16"] - one["w4a16"]), many["w8a8"] / many["w4a8"]
+
+
 def of_gpu(gpu: str) -> dict[str, Any]:
     folder, bandwidth = RESULTS / gpu.lower(), BANDWIDTH[gpu]
     decode, lowbit = (json.loads((folder / f"{topic}.json").read_text()) for topic in ("decode", "lowbit"))
@@ -133,6 +148,11 @@ def of_gpu(gpu: str) -> dict[str, Any]:
             kinds[name] = {"bytes": of_bytes, "block us": kinds["w4"]["block us"], "models": 0}
         for rate in ("sequence us", "prompt rate"):  # of many tokens weights become floating point in all of these
             kinds[name].setdefault(rate, kinds["w4"][rate])
+    further, rate = of_integers()
+    kinds["w4a8"] = {
+        "bytes": kinds["w4"]["bytes"], "block us": kinds["w4"]["block us"], "models": 0,
+        "sequence us": further * kinds["w4"]["sequence us"], "prompt rate": rate * kinds["int8"]["prompt rate"],
+    }  # fmt: skip
     caches = {}
     for row in decode["context"]:
         if row["engine"] == "octofuse w8a8-dynamic":

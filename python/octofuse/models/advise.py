@@ -22,7 +22,7 @@ from octofuse.quant import scheme_named
 
 SCHEMES = (
     FLOAT, "w8a8-dynamic", "w8a8-static-mse-smooth", "w8a16", "w4a16-g128", "w4a16-g128-zp-gptq", "w3a16-g128-gptq",
-    "bcq-q4-g128", "bcq-q3-g128", "bcq-q2-g128",
+    "w4a8-g128-mse", "bcq-q4-g128", "bcq-q3-g128", "bcq-q2-g128",
 )  # fmt: skip
 MAX_LOSS = 0.03
 AS_FAST = 0.05  # a difference in speed that estimates do not tell apart

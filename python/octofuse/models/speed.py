@@ -51,8 +51,14 @@ def kind_of(scheme: AnyScheme | None) -> str:
         return "sparse12"
     if scheme.code == "bcq":
         return f"q{min(scheme.bits, 4)}"
-    # int8 tokens beside few bits have not been timed in decoders: a step reads as many bytes, and a prompt is no slower.
     return f"w{8 if scheme.bits == 7 else scheme.bits}"  # whose kernels are as fast as those of 8 bits
+
+
+def _costs(found: dict[str, Any], scheme: AnyScheme | None) -> dict[str, float]:
+    costs: dict[str, float] = found["kinds"][kind_of(scheme)]
+    if isinstance(scheme, WeightOnly) and scheme.has_int8_tokens:  # a step of one token reads as many bytes
+        return costs | {of: found["kinds"]["w4a8"][of] for of in ("sequence us", "prompt rate")}
+    return costs
 
 
 def was_timed(gpu: str, scheme: AnyScheme | None) -> bool:
@@ -67,7 +73,7 @@ def was_timed(gpu: str, scheme: AnyScheme | None) -> bool:
 def step_seconds(gpu: str, scheme: AnyScheme | None, shape: Shape, batch: int, context: int) -> float:
     """Of one token for each of `batch` sequences, each behind `context` tokens, with a cache in fp16."""
     found = measured_gpus()[gpu]
-    kind, bandwidth = found["kinds"][kind_of(scheme)], found["bandwidth"]
+    kind, bandwidth = _costs(found, scheme), found["bandwidth"]
     cache_bytes = shape.cache_bytes * batch * context
     microseconds = (
         kind["bytes"] * shape.step_bytes / bandwidth * 1e6
@@ -81,7 +87,7 @@ def step_seconds(gpu: str, scheme: AnyScheme | None, shape: Shape, batch: int, c
 def prompt_seconds(gpu: str, scheme: AnyScheme | None, shape: Shape, batch: int, context: int) -> float:
     """Of `batch` prompts of `context` tokens each, until their first tokens."""
     found = measured_gpus()[gpu]
-    kind = found["kinds"][kind_of(scheme)]
+    kind = _costs(found, scheme)
     products = 2.0 * shape.block_weights * batch * context
     attention = 2.0 * shape.blocks * shape.score_width * batch * context**2  # causal: half of 4
     least = step_seconds(gpu, scheme, shape, 1, 0)
