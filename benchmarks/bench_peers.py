@@ -7,6 +7,7 @@ before it, but for the columns that say "chained".
 
     python benchmarks/bench_peers.py --out FOLDER
     python benchmarks/bench_peers.py --families w4a8 --tokens 1 16 --seconds 60 --out FOLDER   # some of it
+    python benchmarks/bench_peers.py --more --out FOLDER   # the rows that FOLDER/peers.json lacks, of the same versions
 """
 
 from __future__ import annotations
@@ -110,25 +111,45 @@ def command_of(args: argparse.Namespace) -> str:
     return " ".join(["python benchmarks/bench_peers.py", *(f"--{name} {' '.join(p)}" for name, p in parts.items())])
 
 
+def place_of(row: dict[str, Any]) -> tuple[int, int, int, int, int]:
+    n, k = row["N"], row["K"]
+    return SHAPES.index((n, k)) if (n, k) in SHAPES else len(SHAPES), n, k, FAMILIES.index(row["family"]), row["M"]
+
+
+def continued(path: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """`record` with the rows of the file at `path`, whose versions and machine are to be the same."""
+    before = json.loads(path.read_text(encoding="utf-8"))
+    for key in ("octofuse", "cpp", "torch", "device", "driver", "missing"):
+        if before.get(key) != record.get(key):
+            raise SystemExit(f"{path}: expected {key} {record.get(key)}, got {before.get(key)}")
+    return {**record, "command": f"{before['command']}; {record['command']} --more", "rows": before["rows"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--shapes", nargs="+", type=parsed_shape, default=SHAPES, metavar="NxK")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begins no row after so many")
+    parser.add_argument(
+        "--more", action="store_true", help="adds rows to the peers.json in --out, of the same versions"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of peers.json, rewritten after every row")
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
     modules, missing = found()
     print("missing:", missing or "nothing", flush=True)
+    path = args.out / "peers.json"
+    record: dict[str, Any] = {**environment(command_of(args)), "unit": "us", "missing": missing, "rows": []}
+    if args.more:
+        record = continued(path, record)
     warm_up(smoke=False)
-    rows: list[dict[str, Any]] = []
-    record = {**environment(command_of(args)), "unit": "us", "missing": missing, "rows": rows}
     args.out.mkdir(parents=True, exist_ok=True)
+    done = {(row["family"], row["M"], row["N"], row["K"]) for row in record["rows"]}
     wanted = [(family, m, n, k) for n, k in args.shapes for family in args.families for m in args.tokens]
-    for row in rows_of(wanted, modules):
-        rows.append(row)
-        (args.out / "peers.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for row in rows_of([row for row in wanted if row not in done], modules):
+        record["rows"] = sorted([*record["rows"], row], key=place_of)
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         print(row["family"], row["M"], f"{row['N']}x{row['K']}", row["us"], row["failed"] or "", flush=True)
         if time.monotonic() > end:
             break

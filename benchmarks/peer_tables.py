@@ -80,7 +80,7 @@ def times(rows: list[Row]) -> str:
         other = "" if found is None else f", {us(found[1])} {found[0]}"
         own = f"{us(row['us'][OWN])} / {us(row['us'][f'{OWN}, chained'])}"
         cells.setdefault(row["M"], {})[row["N"], row["K"]] = own + other
-    body = [(str(m), *(by_shape.get(shape, "") for shape in shapes)) for m, by_shape in cells.items()]
+    body = [(str(m), *(by_shape.get(shape, "") for shape in shapes)) for m, by_shape in sorted(cells.items())]
     return lines(["tokens", *(f"{n} x {k}" for n, k in shapes)], body)
 
 

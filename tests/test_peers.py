@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,3 +97,29 @@ def test_rows_of_a_layer_share_its_weights(monkeypatch: pytest.MonkeyPatch) -> N
     rows.close()
     assert stopped
     assert len(list(bench_peers.rows_of(wanted, {}))) == 4
+
+
+def test_more_rows_of_the_same_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Bench:
+        def __init__(self, family: str, n: int, k: int, modules: object) -> None:
+            self.shape = {"family": family, "N": n, "K": k}
+
+        def row(self, m: int, why_not: dict[str, str]) -> dict[str, Any]:
+            return {**self.shape, "M": m, "us": {}, "failed": why_not}
+
+    def run(*options: str) -> dict[str, Any]:
+        monkeypatch.setattr("sys.argv", ["bench_peers.py", "--out", str(tmp_path), "--families", "w8a8", *options])
+        bench_peers.main()
+        record: dict[str, Any] = json.loads((tmp_path / "peers.json").read_text())
+        return record
+
+    monkeypatch.setattr(bench_peers, "Bench", Bench)
+    monkeypatch.setattr(bench_peers, "found", lambda: ({}, {}))
+    monkeypatch.setattr(bench_peers, "warm_up", lambda smoke: None)
+    run("--shapes", "6144x4096", "--tokens", "4")
+    record = run("--shapes", "6144x4096", "4096x4096", "--tokens", "1", "4", "--more")
+    assert [(row["N"], row["M"]) for row in record["rows"]] == [(4096, 1), (4096, 4), (6144, 1), (6144, 4)]
+    assert record["command"].endswith("--more")
+    (tmp_path / "peers.json").write_text(json.dumps({**record, "cpp": "another"}))
+    with pytest.raises(SystemExit, match=r"peers.json: expected cpp .*, got another"):
+        run("--more")
