@@ -18,6 +18,8 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -111,18 +113,29 @@ def command_of(args: argparse.Namespace) -> str:
     return " ".join(["python benchmarks/bench_peers.py", *(f"--{name} {' '.join(p)}" for name, p in parts.items())])
 
 
+def versions() -> dict[str, str]:
+    """Of the packages among the peers that are installed."""
+    found = {}
+    for name in ("humming-kernels", "gemlite", "bitsandbytes"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
 def place_of(row: dict[str, Any]) -> tuple[int, int, int, int, int]:
     n, k = row["N"], row["K"]
     return SHAPES.index((n, k)) if (n, k) in SHAPES else len(SHAPES), n, k, FAMILIES.index(row["family"]), row["M"]
 
 
 def continued(path: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """`record` with the rows of the file at `path`, whose versions and machine are to be the same."""
+    """`record` with the rows of the file at `path`, whose versions and machine are to be the same. Rows for which a peer
+    was not compiled in time are taken again."""
     before = json.loads(path.read_text(encoding="utf-8"))
-    for key in ("octofuse", "cpp", "torch", "device", "driver", "missing"):
-        if before.get(key) != record.get(key):
-            raise SystemExit(f"{path}: expected {key} {record.get(key)}, got {before.get(key)}")
-    return {**record, "command": f"{before['command']}; {record['command']} --more", "rows": before["rows"]}
+    for key, value in record.items():
+        if key not in ("command", "rows") and before.get(key) != value:
+            raise SystemExit(f"{path}: expected {key} {value}, got {before.get(key)}")
+    rows = [row for row in before["rows"] if not any(why.startswith("TimeoutError") for why in row["failed"].values())]
+    return {**record, "command": f"{before['command']}; {record['command']} --more", "rows": rows}
 
 
 def main() -> None:
@@ -140,7 +153,8 @@ def main() -> None:
     modules, missing = found()
     print("missing:", missing or "nothing", flush=True)
     path = args.out / "peers.json"
-    record: dict[str, Any] = {**environment(command_of(args)), "unit": "us", "missing": missing, "rows": []}
+    about = {**environment(command_of(args)), "unit": "us", "peers": versions(), "missing": missing}
+    record: dict[str, Any] = {**about, "rows": []}
     if args.more:
         record = continued(path, record)
     warm_up(smoke=False)

@@ -38,10 +38,13 @@ LIKE = {  # kinds that no decoder was timed with, and the column of results/<gpu
     "q4": "bcq-q4", "q3": "bcq-q3", "q2": "bcq-q2", "q1": "bcq-q1", "sparse12": "sparse12",
 }  # fmt: skip
 MODEL, SIZE = "Llama-3.1-8B", 8192
-# Of 4 bits beside int8 tokens no decoder was timed, but single linears, on one H200 (peers.json): these layers, chained,
-# with one token, with those of a batch and with those of a prompt.
+# Of 4 bits beside int8 tokens no decoder was timed, but single linears with what quantises the tokens, on one H200
+# (peers.json): these layers, chained, with one token, with those of a batch and with those of a prompt.
 INTEGER_LAYERS = ((4096, 4096), (6144, 4096), (28672, 4096))
 INTEGER_TOKENS = (1, 16, 2048)
+INTEGER_COLUMNS = {
+    "w8a8": "octofuse quantised, chained", "w4a8-g128": "octofuse quantised, chained", "w4a16": "octofuse, chained",
+}  # fmt: skip
 BATCH, BATCH_CONTEXT = 32, 8 + 256 // 2
 PROMPT_TOKENS, PROMPT_LENGTH = 8 * 2048, 2048
 
@@ -123,12 +126,13 @@ def kind_of(decode: dict[str, Any], name: str, bandwidth: float) -> dict[str, An
 def of_integers() -> tuple[float, float]:
     """A further sequence of w4a8 beside one of w4a16, and its rate in prompts beside that of int8."""
     rows = json.loads((RESULTS / "h200/peers.json").read_text())["rows"]
-    taken = {(row["family"], row["M"], row["N"], row["K"]): row["us"]["octofuse, chained"] for row in rows}
+    times = {(row["family"], row["M"], row["N"], row["K"]): row["us"] for row in rows}
     one, some, many = (
-        {family: sum(taken[family, m, n, k] for n, k in INTEGER_LAYERS) for family in ("w8a8", "w4a16", "w4a8")}
+        {name: sum(times[name, m, n, k][column] for n, k in INTEGER_LAYERS) for name, column in INTEGER_COLUMNS.items()}
         for m in INTEGER_TOKENS
     )
-    return (some["w4a8"] - one["w4a8"]) / (some["w4a16"] - one["w4a16"]), many["w8a8"] / many["w4a8"]
+    integers, few = "w4a8-g128", "w4a16"
+    return (some[integers] - one[integers]) / (some[few] - one[few]), many["w8a8"] / many[integers]
 
 
 def of_gpu(gpu: str) -> dict[str, Any]:

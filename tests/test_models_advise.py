@@ -89,14 +89,14 @@ def test_estimates_are_near_what_was_measured(gpu: str) -> None:
 
 @pytest.mark.parametrize("gpu", ["H100", "H200"])
 def test_int8_tokens_beside_few_bits(gpu: str) -> None:
-    """A step of one sequence reads what those of fp16 tokens read; prompts and batches take less time."""
+    """A step of one sequence reads what one of fp16 tokens reads; those of batches and prompts take less time."""
     shape = shape_of(empty_model(config()))
     large = replace(shape, step_bytes=4_000_000_000, block_weights=7_000_000_000)
     int8, few, integers = (scheme_named(name) for name in ("w8a8-dynamic", "w4a16-g128", "w4a8-g128-mse"))
     assert step_seconds(gpu, integers, large, 1, 0) == step_seconds(gpu, few, large, 1, 0)
     assert step_seconds(gpu, integers, large, 32, 0) < step_seconds(gpu, few, large, 32, 0)
     taken = [prompt_seconds(gpu, scheme, large, 8, 2048) for scheme in (int8, integers, few)]
-    assert taken == sorted(taken)
+    assert taken[0] < taken[1] < taken[2]
 
 
 def test_the_file_is_what_results_say() -> None:

@@ -105,7 +105,7 @@ def test_more_rows_of_the_same_versions(monkeypatch: pytest.MonkeyPatch, tmp_pat
             self.shape = {"family": family, "N": n, "K": k}
 
         def row(self, m: int, why_not: dict[str, str]) -> dict[str, Any]:
-            return {**self.shape, "M": m, "us": {}, "failed": why_not}
+            return {**self.shape, "M": m, "us": {}, "failed": why_not | (late if m == 4 else {})}
 
     def run(*options: str) -> dict[str, Any]:
         monkeypatch.setattr("sys.argv", ["bench_peers.py", "--out", str(tmp_path), "--families", "w8a8", *options])
@@ -116,9 +116,13 @@ def test_more_rows_of_the_same_versions(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(bench_peers, "Bench", Bench)
     monkeypatch.setattr(bench_peers, "found", lambda: ({}, {}))
     monkeypatch.setattr(bench_peers, "warm_up", lambda smoke: None)
-    run("--shapes", "6144x4096", "--tokens", "4")
+    late = {"Humming": "TimeoutError: "}
+    run("--shapes", "6144x4096", "--tokens", "4", "8")
+    late = {}
     record = run("--shapes", "6144x4096", "4096x4096", "--tokens", "1", "4", "--more")
-    assert [(row["N"], row["M"]) for row in record["rows"]] == [(4096, 1), (4096, 4), (6144, 1), (6144, 4)]
+    shapes = [(row["N"], row["M"]) for row in record["rows"]]
+    assert shapes == [(4096, 1), (4096, 4), (6144, 1), (6144, 4), (6144, 8)]
+    assert not any(row["failed"] for row in record["rows"]), "what came too late was taken again"
     assert record["command"].endswith("--more")
     (tmp_path / "peers.json").write_text(json.dumps({**record, "cpp": "another"}))
     with pytest.raises(SystemExit, match=r"peers.json: expected cpp .*, got another"):
