@@ -129,9 +129,9 @@ class ManyProducer {
             copy(args_.x, full, to + half * half_bytes, column, tile.token + half * args_.tokens_read);
           }
         } else {
-          cute::SM90_TMA_LOAD_MULTICAST_2D::copy(
-              &args_.x, reinterpret_cast<uint64_t*>(&full), uint16_t{(1 << kSharing) - 1}, kNormal,
-              to + rank * half_bytes, column, tile.token + rank * args_.tokens_read);
+          cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&args_.x, reinterpret_cast<uint64_t*>(&full),
+                                                 uint16_t{(1 << kSharing) - 1}, kNormal, to + rank * half_bytes, column,
+                                                 tile.token + rank * args_.tokens_read);
         }
         at.next();
       }

@@ -21,7 +21,7 @@ void run_gemv_several(const LowbitArgs& args, int device, cudaStream_t stream);
 // sm_90a: up to kMostGemmTokens, whose rows start at multiples of 16 bytes.
 void run_gemm(const LowbitArgs& args, int device, cudaStream_t stream);
 
-// sm_90a: any number of tokens, made for more than 128; rows likewise. The sums are in another order than run_gemm's.
+// sm_90a: any number of tokens, made for more than 64; rows likewise. The sums are in another order than run_gemm's.
 void run_gemm_many(const LowbitArgs& args, int device, cudaStream_t stream);
 
 // The same by pairs of blocks that divide K: again another order. Not of integers.
