@@ -18,8 +18,6 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,7 +28,7 @@ from bench_lowbit import warm_up
 from bench_prompts import SHAPES
 from octofuse.ops.measure import Captured, device_times, overlap
 from octofuse.testing.timing import environment
-from peers import found, kernels_of
+from peers import found, kernels_of, versions_of
 from peers.layer import FAMILIES, Kernel, Layer, Tokens, compared_rows, random_layer, relative_error, tokens_of
 
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
@@ -113,15 +111,6 @@ def command_of(args: argparse.Namespace) -> str:
     return " ".join(["python benchmarks/bench_peers.py", *(f"--{name} {' '.join(p)}" for name, p in parts.items())])
 
 
-def versions() -> dict[str, str]:
-    """Of the packages among the peers that are installed."""
-    found = {}
-    for name in ("humming-kernels", "gemlite", "bitsandbytes"):
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
 def place_of(row: dict[str, Any]) -> tuple[int, int, int, int, int]:
     n, k = row["N"], row["K"]
     return SHAPES.index((n, k)) if (n, k) in SHAPES else len(SHAPES), n, k, FAMILIES.index(row["family"]), row["M"]
@@ -149,11 +138,13 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of peers.json, rewritten after every row")
     args = parser.parse_args()
+    path = args.out / "peers.json"
+    if args.more and not path.is_file():
+        parser.error(f"--more: expected a file to add rows to, got none at {path}")
     end = time.monotonic() + args.seconds
     modules, missing = found()
     print("missing:", missing or "nothing", flush=True)
-    path = args.out / "peers.json"
-    about = {**environment(command_of(args)), "unit": "us", "peers": versions(), "missing": missing}
+    about = {**environment(command_of(args)), "unit": "us", "peers": versions_of(modules), "missing": missing}
     record: dict[str, Any] = {**about, "rows": []}
     if args.more:
         record = continued(path, record)

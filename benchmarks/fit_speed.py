@@ -124,7 +124,7 @@ def kind_of(decode: dict[str, Any], name: str, bandwidth: float) -> dict[str, An
 
 
 def of_integers() -> tuple[float, float]:
-    """A further sequence of w4a8 beside one of w4a16, and its rate in prompts beside that of int8."""
+    """Beside int8 tokens: a further sequence of w4a8 beside one of w4a16, and its rate in prompts beside that of int8."""
     rows = json.loads((RESULTS / "h200/peers.json").read_text())["rows"]
     times = {(row["family"], row["M"], row["N"], row["K"]): row["us"] for row in rows}
     one, some, many = (
@@ -153,8 +153,7 @@ def of_gpu(gpu: str) -> dict[str, Any]:
         for rate in ("sequence us", "prompt rate"):  # of many tokens weights become floating point in all of these
             kinds[name].setdefault(rate, kinds["w4"][rate])
     further, rate = of_integers()
-    kinds["w4a8"] = {
-        "bytes": kinds["w4"]["bytes"], "block us": kinds["w4"]["block us"], "models": 0,
+    int8_tokens = {
         "sequence us": further * kinds["w4"]["sequence us"], "prompt rate": rate * kinds["int8"]["prompt rate"],
     }  # fmt: skip
     caches = {}
@@ -170,7 +169,7 @@ def of_gpu(gpu: str) -> dict[str, Any]:
     return {
         "measured on": decode["device"], "cpp": decode["cpp"], "bandwidth": bandwidth, "memory GB": MEMORY[gpu],
         "smallest GB": min(row["GB a step"] for row in decode["one"] if "GB a step" in row),
-        "kinds": kinds, "caches": caches, "error": error,
+        "kinds": kinds, "int8 tokens": int8_tokens, "caches": caches, "error": error,
     }  # fmt: skip
 
 

@@ -18,6 +18,8 @@ KINDS += [("planes", bits, False) for bits in (1, 3, 8)]
 KINDS += [("sparse12", 7, False), ("codebook", 4, False), ("float8", 8, False)]
 # Each tile of gemm_many, one round of them and more, and less than a tile.
 MANY = [(208, 104), (1600, 2176), (4352, 1600), (10240, 256), (16896, 256)]
+# Of 1,111 tokens, with tiles that are not full.
+PARTS = [(0, 1111), (0, 1), (5, 105), (0, 128), (2, 131), (100, 292), (9, 209), (1, 257), (200, 584), (3, 643)]
 
 
 ENGINES = ("gemm_many", "gemm_split")
@@ -37,18 +39,7 @@ def test_many_tokens(kind: str, bits: int, zeros: bool, dtype: torch.dtype, engi
         own = (linear(x, weight.rounded, weight.bias).double() - want).abs().max()
         together = weight.multiply(x, engine=engine)
         assert (together.double() - want).abs().max() <= 2 * own
-        for first, end in (
-            (0, 1111),
-            (0, 1),
-            (5, 105),
-            (0, 128),
-            (2, 131),
-            (100, 292),
-            (9, 209),
-            (1, 257),
-            (200, 584),
-            (3, 643),
-        ):
+        for first, end in PARTS:
             assert torch.equal(weight.multiply(x[first:end], engine=engine), together[first:end]), (n, first, end)
 
 

@@ -116,6 +116,8 @@ def test_more_rows_of_the_same_versions(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(bench_peers, "Bench", Bench)
     monkeypatch.setattr(bench_peers, "found", lambda: ({}, {}))
     monkeypatch.setattr(bench_peers, "warm_up", lambda smoke: None)
+    with pytest.raises(SystemExit, match="2"):  # there is no file yet
+        run("--more")
     late = {"Humming": "TimeoutError: "}
     run("--shapes", "6144x4096", "--tokens", "4", "8")
     late = {}

@@ -8,11 +8,14 @@ without vLLM itself. Each file has `kernels(family)`, a list of `layer.Kernel`.
 from __future__ import annotations
 
 import importlib
+from contextlib import suppress
+from importlib import metadata
 from types import ModuleType
 
 from peers.layer import Kernel
 
 NAMES = ("pytorch", "ours", "vllm", "humming", "gemlite", "bitsandbytes")
+PACKAGES = {"humming": "humming-kernels", "gemlite": "gemlite", "bitsandbytes": "bitsandbytes"}
 
 
 def found(names: tuple[str, ...] = NAMES) -> tuple[dict[str, ModuleType], dict[str, str]]:
@@ -26,6 +29,16 @@ def found(names: tuple[str, ...] = NAMES) -> tuple[dict[str, ModuleType], dict[s
         except Exception as error:  # an engine that cannot start is no reason to stop
             missing[name] = f"{type(error).__name__}: {error}"
     return modules, missing
+
+
+def versions_of(modules: dict[str, ModuleType]) -> dict[str, str]:
+    """Of the packages behind them, where they say it: vLLM's library does not, nor a package that was only unpacked."""
+    found = {}
+    for name, package in PACKAGES.items():
+        with suppress(metadata.PackageNotFoundError):
+            if name in modules:
+                found[package] = metadata.version(package)
+    return found
 
 
 def kernels_of(modules: dict[str, ModuleType], family: str) -> list[Kernel]:

@@ -55,7 +55,7 @@ struct LowbitProblem {
 };
 
 // cpu: host memory (octofuse/cpu.h). gemv_binary: one token, codes of up to 3 bits or up to 4 planes. gemv_int8: up to
-// 4 tokens, beside some uniform codes 8. gemm: more, compute capability 9.0. gemm_split: from about 128 on, likewise,
+// 4 tokens, beside some uniform codes 8. gemm: more, compute capability 9.0. gemm_split: from 65 on, likewise,
 // beside few channels; its blocks divide K. gemm_many: more; where sums are integers, by its time. dequantized: the
 // weight is written to memory in x's dtype for this call, and torch multiplies it; where sums are integers, in int8,
 // and the int8 linear does.

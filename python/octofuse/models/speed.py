@@ -56,8 +56,8 @@ def kind_of(scheme: AnyScheme | None) -> str:
 
 def _costs(found: dict[str, Any], scheme: AnyScheme | None) -> dict[str, float]:
     costs: dict[str, float] = found["kinds"][kind_of(scheme)]
-    if isinstance(scheme, WeightOnly) and scheme.has_int8_tokens:  # one token: the same bytes
-        return costs | {of: found["kinds"]["w4a8"][of] for of in ("sequence us", "prompt rate")}
+    if isinstance(scheme, WeightOnly) and scheme.has_int8_tokens:  # a step of one token reads the same bytes
+        costs = costs | found["int8 tokens"]
     return costs
 
 

@@ -10,7 +10,7 @@ copied where K or the distance of its rows is no multiple of 8, and "auto" does 
 
 More tokens, compute capability 9.0 (engines "gemm", "gemm_split" and "gemm_many"): weights are rounded once to x's dtype
 and multiplied on its tensor cores. "gemm" cuts K; the others make a weight for up to 256 tokens at a time, "gemm_split" by
-blocks that divide K in two, for narrow layers. "auto" goes from one to the next at 128 to 1,024 tokens and beyond, numbers
+blocks that divide K in two, for narrow layers. "auto" goes from one to the next at 64 to 1,024 tokens and beyond, numbers
 that N, K and the kind of weight decide (`octofuse.explain` tells). They need N to be a multiple of 8, with zero points of
 16; N is free where a row is one group (of one plane). x is copied where its rows do not start at multiples of 16 bytes.
 
