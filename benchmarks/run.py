@@ -17,7 +17,7 @@ from rich.table import Table
 from octofuse.testing.timing import environment
 
 TOPICS = ("gemm", "float8", "layouts", "lowbit", "prompts", "codebook", "outliers", "quantize", "model", "gpt2",
-          "decode", "parallel", "files", "cpu", "schemes", "llama_cpp")  # fmt: skip
+          "decode", "parallel", "files", "cpu", "schemes", "llama_cpp", "distill")  # fmt: skip
 
 
 def show(console: Console, topic: str, rows: list[dict]) -> None:

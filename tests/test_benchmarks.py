@@ -38,3 +38,10 @@ def test_smoke_on_a_cpu(tmp_path: Path) -> None:
     found = smoke("cpu", tmp_path)
     assert {row["engine"] for row in found["rows"]} >= {"fp32", "torch.ao dynamic int8", "w8a8-dynamic"}
     assert found["beside two busy processes"]["octofuse"] > 0
+
+
+def test_smoke_of_distillation(tmp_path: Path) -> None:
+    """A model is made from the text of this machine, quantised and trained."""
+    found = smoke("distill", tmp_path)["rows"]
+    assert [row["how"] for row in found] == ["all at once", "by blocks"]
+    assert all(row["KL before"] > 0 and row["KL after"] > 0 for row in found)

@@ -102,16 +102,61 @@ def test_quantise_and_distill(tmp_path) -> None:
     assert code == 1
     assert "codes: expected --distill of at least 1, got 0" in err
     code, _, err = command(
-        "quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "bcq-q2-g128", *few, "--codes"
+        "quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "bcq-q5-g128", *few, "--codes"
     )
     assert code == 1
-    assert "codes: expected a uniform scheme" in err
+    assert "codes: expected a scheme such as w4a16-g128 (not awq) or bcq-q2-g128" in err
+    code, _, err = command("quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "w4a16-g128", "--by-blocks")
+    assert code == 1
+    assert "by-blocks: expected --distill of at least 1, got 0" in err
     assert not (tmp_path / "r").exists()
     code, out, err = command(
         "quantize", "embedded", "-o", str(tmp_path / "r"), "--scheme", "w2a16-g128", *few, "--codes"
     )
     assert code == 0, err
     assert "KL divergence from the float model: " in out
+    assert "one after the other" not in out
+
+
+def test_distill_by_blocks_where_memory_is_short(tmp_path, monkeypatch) -> None:
+    from octofuse.cli import quantize
+
+    text = tmp_path / "text"
+    text.write_text("def f(x):\n    return x + 1\n" * 80)
+    monkeypatch.setattr(quantize, "LEAST_STEPS", 1)
+    monkeypatch.setattr(quantize, "_fits", lambda model, codes: not codes)
+    words = ("--scheme", "w2a16-g128", "--calibration", str(text), "--distill", "2", "--codes", "--device", "cpu")
+    steps = []
+    scales = quantize.distill_
+    monkeypatch.setattr(quantize, "distill_", lambda *given, **more: steps.append(more) or scales(*given, **more))
+    code, out, err = command("quantize", "embedded", "-o", str(tmp_path / "q"), *words)
+    assert code == 0, err
+    assert "note: too little memory to train all blocks at once: one after the other" in out.replace("\n", " ")
+    assert "KL divergence from the float model: " in out
+    assert steps == [{"steps": 1}]  # the scales of all, after the blocks
+    monkeypatch.setattr(quantize, "_fits", lambda model, codes: False)
+    code, out, err = command("quantize", "embedded", "-o", str(tmp_path / "r"), *words, "--by-blocks")
+    assert code == 0, err
+    assert "note:" not in out
+    assert len(steps) == 1
+
+
+def test_memory_that_is_free(tmp_path, monkeypatch) -> None:
+    from octofuse.cli import quantize
+
+    cpu = torch.device("cpu")
+    for text, free in (("MemTotal: 9 kB\nMemAvailable:   8 kB\n", 8192), ("MemTotal: 9 kB\n", None), (None, None)):
+        file = tmp_path / "memory"
+        file.unlink(missing_ok=True)
+        if text is not None:
+            file.write_text(text)
+        monkeypatch.setattr(quantize, "MEMORY", file)
+        assert quantize._free_memory(cpu) == free
+    model = quantize.quantize_(small("llama"), "w4a16-g32", progress=False)
+    need = quantize.training_bytes(model, codes=True)
+    for free, fits in ((None, True), (2 * need, True), (need, False)):  # the rest is for activations
+        monkeypatch.setattr(quantize, "_free_memory", lambda device, free=free: free)
+        assert quantize._fits(model, codes=True) == fits
 
 
 def test_doctor_json() -> None:

@@ -83,7 +83,11 @@ def quantize(
     ] = 0,
     codes: Annotated[
         bool,
-        typer.Option(help="with --distill: codes of uniform schemes too, on text that the float model writes as well"),
+        typer.Option(help="with --distill: codes too, on text that the float model writes as well"),
+    ] = False,
+    by_blocks: Annotated[
+        bool,
+        typer.Option("--by-blocks", help="with --distill: one block after the other, as where memory is short for all"),
     ] = False,
     cache_scales: Annotated[
         bool, typer.Option("--cache-scales", help="k_scale and v_scale too, of a static FP8 cache")
@@ -102,8 +106,8 @@ def quantize(
         from octofuse.cli.quantize import run_quantize
 
         run_quantize(
-            console, model, output, scheme, exceptions or [], calibration, distill, codes, cache_scales, tokenizer, form,
-            device,
+            console, model, output, scheme, exceptions or [], calibration, distill, codes, by_blocks, cache_scales,
+            tokenizer, form, device,
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from octofuse.models.fused import fuse_, unfuse_
 from octofuse.models.quantize import fallbacks, quantize_, weight_bytes
 
 if TYPE_CHECKING:
+    from octofuse.models.blockwise import distill_blocks_
     from octofuse.models.distill import distill_
     from octofuse.models.profiling import LayerProfile, Profile, profile
     from octofuse.models.static_cache import QuantizedStaticCache
@@ -23,6 +24,7 @@ __all__ = [
     "QuantizedStaticCache",
     "compare",
     "distill_",
+    "distill_blocks_",
     "fallbacks",
     "frontier",
     "fuse_",
@@ -38,6 +40,7 @@ __all__ = [
 # What few need, and what needs transformers, whose import takes seconds (static_cache).
 _LATER = {
     "LayerProfile": "profiling", "Profile": "profiling", "profile": "profiling", "distill_": "distill",
+    "distill_blocks_": "blockwise",
     "QuantizedStaticCache": "static_cache",
 }  # fmt: skip
 

@@ -123,7 +123,7 @@ def _greedy(w: Tensor, inside: Tensor, bits: int) -> Tensor:
     return torch.stack(alphas, -1)
 
 
-def _sums(alpha: Tensor) -> Tensor:
+def sums_of(alpha: Tensor) -> Tensor:
     """alpha [N, G, q] -> the sum of each of the 2^q codes, [N, G, 2^q]."""
     bits = alpha.shape[-1]
     code = torch.arange(1 << bits, device=alpha.device)
@@ -133,7 +133,7 @@ def _sums(alpha: Tensor) -> Tensor:
 
 def _nearest(w: Tensor, alpha: Tensor) -> Tensor:
     """The code of the nearest sum, exactly: a search among the middles of neighbours."""
-    levels, order = _sums(alpha).sort(dim=-1, stable=True)
+    levels, order = sums_of(alpha).sort(dim=-1, stable=True)
     middles = ((levels[..., 1:] + levels[..., :-1]) / 2).contiguous()
     return order.gather(-1, torch.searchsorted(middles, w.contiguous())).to(torch.uint8)
 
@@ -169,5 +169,5 @@ def _solved(matrices: Tensor, right: Tensor) -> Tensor:
 
 
 def _loss(w: Tensor, codes: Tensor, alpha: Tensor, inside: Tensor) -> Tensor:
-    values = _sums(alpha).gather(-1, codes.long())
+    values = sums_of(alpha).gather(-1, codes.long())
     return ((values - w).square_() * inside).sum(-1)
