@@ -220,6 +220,12 @@ def test_hidden_states_may_be_named() -> None:
     assert after < before
 
 
+def test_blocks_are_counted() -> None:
+    model = quantize_(small_gpt2().train(), "w2a16-g32", progress=False)
+    assert check_blocks(model, ids()) == 2
+    assert model.training
+
+
 def test_refusals() -> None:
     plain = quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "w4a16-g32", progress=False)
     with pytest.raises(ValueError, match="model: expected packed layers in a list of blocks, got none in Sequential"):

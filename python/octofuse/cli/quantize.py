@@ -111,13 +111,12 @@ def _free_memory(device: torch.device) -> int | None:
 def _distill(
     model: Any, teacher: Any, text: list[Tensor], steps: int, codes: bool, by_blocks: bool
 ) -> tuple[float, float]:
-    if by_blocks:
-        check_blocks(model, text[0])
+    blocks = check_blocks(model, text[0]) if by_blocks else 0  # before the text is written
     if codes:  # there are as many as weights: they would learn a short text by heart
         text = text + own_text(teacher, text, min(1 + steps // 2, OWN_TEXT_OF_BLOCKS if by_blocks else OWN_TEXT))
     if not by_blocks:
         return distill_(model, teacher, text, steps=steps, codes=codes)
-    of_each = max(LEAST_STEPS, steps // model.config.get_text_config().num_hidden_layers)
+    of_each = max(LEAST_STEPS, steps // blocks)
     before, after = distill_blocks_(model, teacher, text, steps=of_each, codes=codes)
     if _fits(model, codes=False):  # scales then learn what no block by itself knows
         after = distill_(model, teacher, text, steps=-(-steps // SHARE_OF_SCALES))[1]

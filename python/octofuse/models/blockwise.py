@@ -110,10 +110,12 @@ def distill_blocks_(
         return training.before, after if keeps else training.before
 
 
-def check_blocks(model: nn.Module, ids: Tensor) -> None:
-    """Raises ValueError, as `distill_blocks_` would, for a model whose blocks do not run one after the other."""
+def check_blocks(model: nn.Module, ids: Tensor) -> int:
+    """The number of blocks. Raises ValueError, as `distill_blocks_` does, where they do not run one after the other."""
     with evaluating(model):
-        _calls_of(model, _blocks_of(model)[1], ids[:1])
+        blocks = _blocks_of(model)[1]
+        _calls_of(model, blocks, ids[:1])
+    return len(blocks)
 
 
 def _train_blocks(training: Training, old: Buffers, steps: int, lr: float | None, progress: bool) -> None:
