@@ -15,6 +15,7 @@ from octofuse.models import blockwise, distill_, distill_blocks_, quantize_, wei
 from octofuse.models.blockwise import check_blocks
 from octofuse.models.distill import Training
 from octofuse.nn import PackedLinear
+from test_models_distill import other_gpt2
 from test_models_families import ids as of_families
 from test_models_families import small
 
@@ -234,5 +235,8 @@ def test_refusals() -> None:
     model = quantize_(copy.deepcopy(teacher), "w4a16-g32", progress=False)
     with pytest.raises(ValueError, match="batches: expected at least one, got none"):
         distill_blocks_(model, teacher, [], progress=False)
-    with pytest.raises(ValueError, match="steps, lr: expected at least 1"):
+    with pytest.raises(ValueError, match="steps: expected at least 1, got 0"):
         distill_blocks_(model, teacher, [ids()], steps=0, progress=False)
+    for layers, message in ((1, "h.1.attn.c_attn with a weight of .* got none"), (3, "as many blocks .* 2, got 3")):
+        with pytest.raises(ValueError, match=f"teacher: expected .*{message}"):
+            distill_blocks_(model, other_gpt2(n_layer=layers), [ids()], steps=2, progress=False)

@@ -256,6 +256,13 @@ def test_rates(name: str, rate: float) -> None:
     assert TrainedLinear(layer).rate(1) == TrainedLinear(layer).rate(2000) == 2e-3
 
 
+def other_gpt2(**settings: int) -> nn.Module:
+    config = copy.deepcopy(small_gpt2().config)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return type(small_gpt2())(config).eval()
+
+
 def test_refusals() -> None:
     teacher = small_gpt2().eval()
     packed = quantize_(copy.deepcopy(teacher), "w4a16-g32", progress=False)
@@ -266,7 +273,28 @@ def test_refusals() -> None:
         ("model: expected packed layers .* got Int8Linear", (mixed, teacher, [ids()]), {}),
         ("teacher: expected the float model", (packed, packed, [ids()]), {}),
         ("batches: expected at least one, got none", (packed, teacher, []), {}),
-        ("steps, lr: expected at least 1", (packed, teacher, [ids()]), {"steps": 0}),
+        ("batches: expected tensors, got list", (packed, teacher, [[1, 2]]), {}),
+        (r"batches: expected int64 \[B, T\] .* got torch.float32 \[2, 9\]", (packed, teacher, [ids().float()]), {}),
+        (r"batches: expected .* on cpu, got torch.int64 \[2, 9\] on meta", (packed, teacher, [ids().to("meta")]), {}),
+        (r"batches: expected int64 \[B, T\] .* got torch.int64 \[9\]", (packed, teacher, [ids()[0]]), {}),
+        (r"batches: expected int64 .* got torch.int64 \[0, 9\]", (packed, teacher, [ids()[:0]]), {}),
+        ("batches: expected tokens from 0 to 96, got .* to 1000", (packed, teacher, [ids(), ids() * 0 + 1000]), {}),
+        ("batches: expected tokens from 0 to 96, got -1 to", (packed, teacher, [ids() * 0 - 1]), {}),
+        ("steps: expected at least 1, got 0", (packed, teacher, [ids()]), {"steps": 0}),
+        ("steps: expected at least 1, got 2.5", (packed, teacher, [ids()]), {"steps": 2.5}),
+        ("lr: expected None or a finite number above 0, got nan", (packed, teacher, [ids()]), {"lr": float("nan")}),
+        ("lr: expected None or a finite number above 0, got -1", (packed, teacher, [ids()]), {"lr": -1}),
+        (
+            "teacher: expected the model's device, cpu, got meta",
+            (packed, copy.deepcopy(teacher).to("meta"), [ids()]),
+            {},
+        ),
+        ("teacher: expected the model's vocabulary, 97, got 20", (packed, other_gpt2(vocab_size=20), [ids()]), {}),
+        (
+            "teacher: expected transformer.h.1.attn.c_attn with a weight of .* got none",
+            (packed, other_gpt2(n_layer=1), [ids()]),
+            {"codes": True},
+        ),
         ("codes: expected a layer with a uniform grid .* got bcq-q5-g32", (binary, teacher, [ids()]), {"codes": True}),
     ):
         with pytest.raises(ValueError, match=message):

@@ -78,16 +78,17 @@ def quantize(
         Path | None,
         typer.Option(help="text file for static and smoothed schemes, gptq, awq; default: a text that ships"),
     ] = None,
-    distill: Annotated[
-        int, typer.Option(min=0, help="steps that train the scales of weight-only schemes by the float model")
-    ] = 0,
+    distill: Annotated[int, typer.Option(min=0, help="steps that train the scales of few bits by the float model")] = 0,
     codes: Annotated[
         bool,
         typer.Option(help="with --distill: codes too, on text that the float model writes as well"),
     ] = False,
     by_blocks: Annotated[
         bool,
-        typer.Option("--by-blocks", help="with --distill: one block after the other, as where memory is short for all"),
+        typer.Option(
+            "--by-blocks",
+            help="with --distill: one block after the other, 100 steps each at least; by itself where memory is short",
+        ),
     ] = False,
     cache_scales: Annotated[
         bool, typer.Option("--cache-scales", help="k_scale and v_scale too, of a static FP8 cache")

@@ -80,8 +80,9 @@ def run_quantize(
 
 
 def _check_training(schemes: list[AnyScheme], name: str, distill: int, codes: bool, by_blocks: bool) -> None:
-    if distill > 0 and not all(isinstance(one, WeightOnly) for one in schemes):
-        raise ValueError("distill: expected weight-only schemes, such as bcq-q2-g128; int8 has no gradient")
+    others = [one.name for one in schemes if not isinstance(one, WeightOnly)]
+    if distill > 0 and others:
+        raise ValueError(f"distill: expected schemes of few bits, such as w3a16-g128 or bcq-q2-g128, got {others[0]}")
     for option, given in (("codes", codes), ("by-blocks", by_blocks)):
         if given and distill == 0:
             raise ValueError(f"{option}: expected --distill of at least 1, got 0")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.models.descent import descend
-from octofuse.models.distill import Buffers, Layers, Training, assign, exchange
+from octofuse.models.distill import Buffers, Layers, Training, assign, check_layers, exchange
 from octofuse.models.quantize import tracked
 from octofuse.models.trained import evaluating, lent
 from octofuse.nn import PackedLinear
@@ -98,6 +98,7 @@ def distill_blocks_(
     """
     with evaluating(model, teacher):
         training = Training(model, teacher, batches, steps, lr, codes)
+        _check_alike(model, teacher, training.layers)
         old: Buffers = {}
         keeps = False
         try:
@@ -108,6 +109,14 @@ def distill_blocks_(
             if not keeps:
                 assign(training.layers, old)
         return training.before, after if keeps else training.before
+
+
+def _check_alike(model: nn.Module, teacher: nn.Module, layers: Layers) -> None:
+    check_layers(teacher, layers)
+    name, blocks = _blocks_of(model)
+    theirs: Any = teacher.get_submodule(name)
+    if len(theirs) != len(blocks):
+        raise ValueError(f"teacher: expected as many blocks as the model has, {len(blocks)}, got {len(theirs)}")
 
 
 def check_blocks(model: nn.Module, ids: Tensor) -> int:

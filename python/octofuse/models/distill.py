@@ -93,11 +93,9 @@ class Training:
         """Raises ValueError, naming the argument, what was expected and what came."""
         self.model, self.teacher, self.codes = model, teacher, codes
         self.layers = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
-        _check(model, teacher, self.layers, steps, lr, codes)
-        ids = list(batches)
-        if not ids:
-            raise ValueError("batches: expected at least one, got none")
-        self.learnt_from, self.judged = kept_back(ids)
+        _check_models(model, teacher, self.layers, codes)
+        _check_steps(steps, lr)
+        self.learnt_from, self.judged = kept_back(_checked(batches, model))
         self.before = self.divergence()
 
     def built(self, layers: Layers) -> dict[str, TrainedLinear]:
@@ -142,14 +140,7 @@ def exchange(layers: Layers, new: Buffers, is_better: Callable[[], bool]) -> Buf
     return old if keeps else {}
 
 
-def _check(
-    model: nn.Module,
-    teacher: nn.Module,
-    layers: Layers,
-    steps: int,
-    lr: float | None,
-    codes: bool,
-) -> None:
+def _check_models(model: nn.Module, teacher: nn.Module, layers: Layers, codes: bool) -> None:
     others = {type(m).__name__ for m in model.modules() if isinstance(m, QUANTISED) and not isinstance(m, PackedLinear)}
     if not layers or others:
         found = ", ".join(sorted(others)) or "none"
@@ -158,11 +149,62 @@ def _check(
         raise ValueError(f"model: expected columns in their own order, got activation order in {ordered[0]}")
     if any(isinstance(module, QUANTISED) for module in teacher.modules()):
         raise ValueError("teacher: expected the float model, got a quantised one")
-    if steps < 1 or (lr is not None and lr <= 0):
-        raise ValueError(f"steps, lr: expected at least 1 and more than 0, got {steps} and {lr}")
+    for what, of in (("device", _device_of), ("vocabulary", _vocabulary_of)):
+        if of(model) != of(teacher):
+            raise ValueError(f"teacher: expected the model's {what}, {of(model)}, got {of(teacher)}")
     if codes and not any(has_trainable_codes(layer.scheme) for layer in layers.values()):
         found = ", ".join(sorted({layer.scheme.name for layer in layers.values()}))
-        raise ValueError(f"codes: expected a layer with a uniform grid (but for awq's) or up to 4 planes, got {found}")
+        raise ValueError(
+            f"codes: expected a layer with a uniform grid (but for awq's), two levels or up to 4 planes, got {found}"
+        )
+    if codes:
+        check_layers(teacher, layers)
+
+
+def check_layers(teacher: nn.Module, layers: Layers) -> None:
+    """Raises ValueError for a float model without a linear for each of these."""
+    modules = dict(teacher.named_modules())
+    for name, layer in layers.items():
+        want = [layer.out_features, layer.in_features]
+        linear = modules.get(name)
+        has_weight = linear is not None and isinstance(getattr(linear, "weight", None), Tensor)
+        got = list(weight_of(linear).shape) if linear is not None and has_weight else "none"
+        if got != want:
+            raise ValueError(f"teacher: expected {name} with a weight of {want}, got {got}")
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _vocabulary_of(model: nn.Module) -> int | None:
+    return getattr(getattr(model, "config", None), "vocab_size", None)
+
+
+def _check_steps(steps: int, lr: float | None) -> None:
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps: expected at least 1, got {steps!r}")
+    if lr is not None and not (isinstance(lr, int | float) and 0 < lr < float("inf")):
+        raise ValueError(f"lr: expected None or a finite number above 0, got {lr!r}")
+
+
+def _checked(batches: Iterable[Tensor], model: nn.Module) -> list[Tensor]:
+    ids = list(batches)
+    if not ids:
+        raise ValueError("batches: expected at least one, got none")
+    device = _device_of(model)
+    for batch in ids:
+        if not isinstance(batch, Tensor):
+            raise ValueError(f"batches: expected tensors, got {type(batch).__name__}")
+        if batch.dtype != torch.int64 or batch.dim() != 2 or batch.numel() == 0 or batch.device != device:
+            got = f"{batch.dtype} {list(batch.shape)} on {batch.device}"
+            raise ValueError(f"batches: expected int64 [B, T] of at least one token on {device}, got {got}")
+    count = _vocabulary_of(model)
+    ends = torch.stack([end for batch in ids for end in batch.aminmax()])
+    least, most = (int(end) for end in ends.aminmax())
+    if count is not None and not 0 <= least <= most < count:
+        raise ValueError(f"batches: expected tokens from 0 to {count - 1}, got {least} to {most}")
+    return ids
 
 
 def kept_back(ids: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
