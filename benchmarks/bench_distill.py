@@ -24,8 +24,8 @@ from torch.nn.functional import cross_entropy
 
 from octofuse import own_text
 from octofuse.models import compare, distill_, distill_blocks_, quantize_
+from train_embedded import CONTEXT, VOCABULARY, tokenizer_of
 
-CONTEXT, VOCABULARY = 512, 4096
 ASIDE = 50  # one file in so many, for evaluation
 SCHEMES = ("w4a16-g128-zp-gptq", "w3a16-g128-half-gptq", "w2a16-g128-half-gptq", "bcq-q2-g128")
 SITE = Path(sysconfig.get_paths()["purelib"])
@@ -75,8 +75,6 @@ def docstrings_of(text: str) -> str:
 
 def tokens_of(kind: str, amounts: Amounts) -> tuple[Tensor, Tensor]:
     """For training, and set aside: int64 [T] each, by a tokenizer of their own."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     found_texts: dict[str, None] = {}  # in order, copies of a file once
     length = 0
     for text in files_of(kind):
@@ -86,14 +84,7 @@ def tokens_of(kind: str, amounts: Amounts) -> tuple[Tensor, Tensor]:
             break
     texts = list(found_texts)
     aside, training = texts[::ASIDE], [t for i, t in enumerate(texts) if i % ASIDE]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(training[::4], trainer)
+    tokenizer = tokenizer_of(training[::4])
     found = ([token for e in tokenizer.encode_batch(some) for token in [*e.ids, 0]] for some in (training, aside))
     first, second = (torch.tensor(stream) for stream in found)
     return first, second[: amounts.aside]

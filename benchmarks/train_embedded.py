@@ -21,6 +21,7 @@ import platform
 import shutil
 import sysconfig
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,9 @@ def read_modules(stdlib: Path) -> dict[str, str]:
     return modules
 
 
-def prepare(out: Path, stdlib: Path) -> None:
-    import numpy as np
+def tokenizer_of(texts: Iterable[str]) -> Any:
+    """A byte-level BPE tokenizer with VOCABULARY tokens; the first ends a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    out.mkdir(parents=True, exist_ok=True)
-    modules = read_modules(stdlib)
-    held_out = {name: text for name, text in modules.items() if is_held_out(name) and "/test" not in f"/{name}"}
-    training = {name: text for name, text in modules.items() if not is_held_out(name)}
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -74,7 +70,19 @@ def prepare(out: Path, stdlib: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(training.values(), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def prepare(out: Path, stdlib: Path) -> None:
+    import numpy as np
+
+    out.mkdir(parents=True, exist_ok=True)
+    modules = read_modules(stdlib)
+    held_out = {name: text for name, text in modules.items() if is_held_out(name) and "/test" not in f"/{name}"}
+    training = {name: text for name, text in modules.items() if not is_held_out(name)}
+
+    tokenizer = tokenizer_of(training.values())
     tokenizer.save(str(out / "tokenizer.json"))
     end = tokenizer.token_to_id(END_OF_TEXT)
 

@@ -82,7 +82,7 @@ def run_quantize(
 def _check_training(schemes: list[AnyScheme], name: str, distill: int, codes: bool, by_blocks: bool) -> None:
     others = [one.name for one in schemes if not isinstance(one, WeightOnly)]
     if distill > 0 and others:
-        raise ValueError(f"distill: expected schemes of few bits, such as w3a16-g128 or bcq-q2-g128, got {others[0]}")
+        raise ValueError(f"distill: expected schemes such as w3a16-g128 or bcq-q2-g128, got {others[0]}")
     for option, given in (("codes", codes), ("by-blocks", by_blocks)):
         if given and distill == 0:
             raise ValueError(f"{option}: expected --distill of at least 1, got 0")
@@ -112,12 +112,12 @@ def _free_memory(device: torch.device) -> int | None:
 def _distill(
     model: Any, teacher: Any, text: list[Tensor], steps: int, codes: bool, by_blocks: bool
 ) -> tuple[float, float]:
-    blocks = check_blocks(model, text[0]) if by_blocks else 0  # before the text is written
+    if by_blocks:
+        of_each = max(LEAST_STEPS, steps // check_blocks(model, text[0]))  # refused before the text is written
     if codes:  # there are as many as weights: they would learn a short text by heart
         text = text + own_text(teacher, text, min(1 + steps // 2, OWN_TEXT_OF_BLOCKS if by_blocks else OWN_TEXT))
     if not by_blocks:
         return distill_(model, teacher, text, steps=steps, codes=codes)
-    of_each = max(LEAST_STEPS, steps // blocks)
     before, after = distill_blocks_(model, teacher, text, steps=of_each, codes=codes)
     if _fits(model, codes=False):  # scales then learn what no block by itself knows
         after = distill_(model, teacher, text, steps=-(-steps // SHARE_OF_SCALES))[1]

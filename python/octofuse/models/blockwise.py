@@ -103,12 +103,11 @@ def distill_blocks_(
         keeps = False
         try:
             _train_blocks(training, old, steps, lr, progress)
-            after = training.divergence()
-            keeps = after < training.before
+            keeps = training.is_better()
         finally:
             if not keeps:
                 assign(training.layers, old)
-        return training.before, after if keeps else training.before
+        return training.before, training.after
 
 
 def _check_alike(model: nn.Module, teacher: nn.Module, layers: Layers) -> None:

@@ -59,7 +59,8 @@ def distill_(
     """
     with evaluating(model, teacher):
         training = Training(model, teacher, batches, steps, lr, codes)
-        return training.judge(_learnt(training, steps, lr, progress))
+        exchange(training.layers, _learnt(training, steps, lr, progress), training.is_better)
+        return training.before, training.after
 
 
 def _learnt(training: Training, steps: int, lr: float | None, progress: bool) -> Buffers:
@@ -96,7 +97,7 @@ class Training:
         _check_models(model, teacher, self.layers, codes)
         _check_steps(steps, lr)
         self.learnt_from, self.judged = kept_back(_checked(batches, model))
-        self.before = self.divergence()
+        self.before = self.after = self.divergence()
 
     def built(self, layers: Layers) -> dict[str, TrainedLinear]:
         return {
@@ -115,15 +116,12 @@ class Training:
         total = sum(float(self.loss(batch)) for batch in self.judged)
         return total / sum(batch.numel() for batch in self.judged)
 
-    def judge(self, learnt: Buffers) -> tuple[float, float]:
-        """Give the layers what was learnt, unless their own is better: the divergence before and after."""
-        found = [self.before]
-
-        def is_better() -> bool:
-            found.append(self.divergence())
-            return found[1] < found[0]
-
-        return self.before, found[-1] if exchange(self.layers, learnt, is_better) else self.before
+    def is_better(self) -> bool:
+        """Whether the divergence is lower now than before; if so, that is what it is after."""
+        now = self.divergence()
+        if now < self.before:
+            self.after = now
+        return now < self.before
 
 
 def exchange(layers: Layers, new: Buffers, is_better: Callable[[], bool]) -> Buffers:
