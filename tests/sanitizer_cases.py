@@ -16,7 +16,8 @@ import torch
 
 import octofuse
 from helpers import FLOATS, attend_call, operands, served
-from octofuse import layouts, reference
+from inbox import Alone, on_gpu, rows_call
+from octofuse import _C, layouts, reference
 from octofuse.layouts import COL32, LAYOUTS, ROW, from_layout, interleaved, to_layout
 from octofuse.ops import decode
 from octofuse.ops.cache import new_codes
@@ -143,6 +144,32 @@ def row_cases() -> int:
             octofuse.gated_activation(torch.cat([x, residual], -1).cuda(), order=order.cuda())
             assert torch.equal(octofuse.reorder(x.cuda(), order.cuda()).cpu(), x[..., order.long()])
             count += 7
+    return count
+
+
+def gathered_cases() -> int:
+    """Rows that ranks have parts of, as one of three sees them."""
+    count = 0
+    for rows, sizes in ((1, (16, 16, 32)), (3, (96, 112, 96)), (2, (2048, 1024, 2048)), (40, (64, 64, 64))):
+        parts = [torch.randn(rows, size).half() for size in sizes]
+        alone, weight = Alone(1, 3), torch.rand(sum(sizes))
+        for op, more in (("copy", {}), ("rms_norm", {"weight": weight})):
+            call = on_gpu(rows_call(parts[1], op, quantize=True, **more))
+            alone.expect(parts)
+            got = alone.inboxes.rows(call, sizes)
+            want = _C.rows(on_gpu(call._replace(x=torch.cat(parts, 1))))
+            assert torch.equal(got[0].cpu(), want[0].cpu())
+            count += 1
+        alone.expect([part[:, : part.shape[1] // 2].contiguous() for part in parts])
+        own = on_gpu(rows_call(parts[1], "gated_activation", activation="silu"))
+        alone.inboxes.rows(own, tuple(size // 2 for size in sizes))
+        alone.expect(parts)
+        assert torch.equal(alone.inboxes.gather(parts[1].cuda(), sizes).cpu(), torch.cat(parts, 1))
+        whole = [torch.randn(rows, 96).half() for _ in range(3)]
+        alone.expect(whole)
+        added = on_gpu(rows_call(whole[1], "rms_norm", quantize=True))
+        alone.inboxes.rows(added, (96,) * 3, adds=True)
+        count += 3
     return count
 
 
@@ -285,7 +312,15 @@ PARTS = {
     "lowbit": (lowbit_cases,),
     "lowbit_blocks": (lowbit_block_cases, many_token_cases, several_cases),
     "integers": (integer_cases,),
-    "others": (quantize_cases, row_cases, layout_cases, decode_cases, many_sequences_cases, outlier_cases),
+    "others": (
+        quantize_cases,
+        row_cases,
+        layout_cases,
+        decode_cases,
+        many_sequences_cases,
+        outlier_cases,
+        gathered_cases,
+    ),
 }
 OF_ENGINES = (linear_cases, many_tile_cases, float8_cases)
 

@@ -21,8 +21,8 @@ from helpers import PROMPTS
 from octofuse.generate import Generator
 from octofuse.models import quantize_
 from octofuse.models.architecture import Heads
-from octofuse.nn import quantised_layer, rows_of
-from octofuse.parallel import Group, shard_
+from octofuse.nn import SummedLinear, columns_of, cuts_columns, quantised_layer, rows_of
+from octofuse.parallel import FastSums, Group, shard_
 from octofuse.parallel.plan import HeadShare, part, split
 from octofuse.quant import scheme_named
 from ranks import DeviceMesh, on_ranks
@@ -159,6 +159,65 @@ def test_rows_are_those_of_the_whole(scheme: str, runs: list[range]) -> None:
     if scheme == "fp8-delayed":
         whole.amax_history.zero_()
     assert torch.equal(rows_of(whole, runs)(x), want)
+
+
+@pytest.mark.parametrize("runs", [[range(64), range(64, 128)], [range(96), range(96, 128)]])
+@pytest.mark.parametrize("scheme", [*SCHEMES, "fp8-block128"])
+def test_columns_add_up_to_the_whole(scheme: str, runs: list[range]) -> None:
+    if scheme in ("nf4", "fp8-block128"):
+        runs = [range(128), range(128, 200)]  # whole groups of 64, and blocks
+    width = runs[-1].stop
+    plain = nn.Linear(width, 40)
+    whole: Any = quantised_layer(plain, scheme_named(scheme), amax=torch.tensor(3.0))
+    assert cuts_columns(whole, runs)
+    x = torch.randn(3, width)
+    parts = [columns_of(whole, run, bias=run.start == 0) for run in runs]
+    assert [part.bias is None for part in parts] == [run.start > 0 for run in runs]
+    got = sum(part(x[:, run.start : run.stop].contiguous()) for part, run in zip(parts, runs, strict=True))
+    # Tokens that are quantised get a scale for each part.
+    limit = 1e-5 if "a16" in scheme or "static" in scheme or scheme[0] not in "wfl" else 0.05
+    assert (got - whole(x)).abs().max() <= limit * whole(x).abs().max()
+
+
+def test_columns_that_cannot_be_cut() -> None:
+    packed: Any = quantised_layer(nn.Linear(128, 40), scheme_named("w4a16-g32"))
+    assert not cuts_columns(packed, [range(48), range(48, 128)])
+    packed.order = torch.arange(128, dtype=torch.int32)
+    assert not cuts_columns(packed, [range(64), range(64, 128)])
+    with pytest.raises(TypeError, match="layer: expected a linear in floating point or of this library, got ReLU"):
+        columns_of(nn.ReLU(), range(2), bias=True)
+
+
+def differences_of_fast_sums(mesh: DeviceMesh, cases: list[tuple[str, str]]) -> list[tuple[str, float, int]]:
+    """Of each case how far logits are from one rank's, and how many layers add up."""
+    found = []
+    for family, scheme in cases:
+        kind, more = FAMILIES[family]
+        model = small(kind, **(WIDER.get(kind, WIDE) if kind in ("llama", "gpt2", "opt") else more))
+        quantize_(model, scheme, [tokens_of(2, 30)], progress=False)
+        tokens = tokens_of(3, 20)
+        want = decoded_logits(copy.deepcopy(model), tokens, 14)
+        forward = copy.deepcopy(model)(tokens).logits
+        shard_(model, FastSums(mesh))
+        got = decoded_logits(model, tokens, 14)
+        off = max(float((a - b).norm() / b.norm()) for a, b in ((got, want), (model(tokens).logits, forward)))
+        ranks = Group(mesh).gather(got.reshape(1, -1), (got.numel(),) * mesh.size())
+        assert torch.equal(ranks.view(mesh.size(), -1), got.reshape(1, -1).expand(mesh.size(), -1)), (
+            "alike on all ranks"
+        )
+        found.append((f"{family}, {scheme}", off, sum(isinstance(m, SummedLinear) for m in model.modules())))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fast_sums(ranks: int, tmp_path: Path) -> None:
+    """Close to one rank, by as much as tokens' scales differ where a rank quantises its part of a token."""
+    cases = [("llama", scheme) for scheme in ("w8a8-dynamic", "w8a8-static", "fp8-dynamic", "w4a16-g32-zp", "w4a8-g32")]
+    cases += [("gpt2", "w8a8-dynamic"), ("opt", "w4a16-g32"), ("gemma2", "w8a16"), ("granite", "w8a8-dynamic")]
+    for found in on_ranks(ranks, tmp_path, differences_of_fast_sums, cases if ranks == 2 else cases[:4]):
+        for name, off, layers in found:
+            assert off < (1e-4 if "a16" in name else 0.06), name
+            assert layers > 0, name
 
 
 @pytest.mark.gpu

@@ -12,18 +12,6 @@
 namespace octofuse {
 namespace {
 
-// int32 [cols], contiguous, or None.
-const int32_t* parse_order(py::handle object, const TensorView& x, int64_t cols) {
-  if (object.is_none()) return nullptr;
-  const TensorView order(object, "order");
-  expect_dtype(order, {DType::kInt32});
-  expect_same_device(order, x);
-  if (order.ndim() != 1 || order.size(0) != cols || !order.is_contiguous()) {
-    refuse<ValueError>("order", "a contiguous tensor of shape [" + std::to_string(cols) + "]", order.shape_text());
-  }
-  return static_cast<const int32_t*>(order.data());
-}
-
 // On the tensors' device.
 void run_pass(const RowPassArgs& args, const TensorView& x, const TensorFactory& factory) {
   if (!x.on_cpu()) return row_pass(args, x.device(), factory.current_stream());
@@ -94,63 +82,15 @@ void run_ordered(RowPassArgs args, const TensorView& x, const TensorFactory& fac
   run_pass(reorder, x, factory);
 }
 
-// op: "copy", "layer_norm", "rms_norm", "activation", "gated_activation" or "reorder". Returns [y or q] + [scales, if
-// they were found here: [rows, 1], or of blocks [blocks, rows]] + [x + residual, if there is one].
+// op: "copy", "layer_norm", "rms_norm", "activation", "gated_activation" or "reorder"; returns make_row_results().
 py::object rows(const py::tuple& fields) {
   const RowsFields given(fields);
-  const std::string op = parse_str(given.op, "op");
-  const py::handle residual = given.residual;
-  const py::handle scale = given.scale;
-  const bool quantize = given.quantize.cast<bool>();
   const TensorView x(given.x, "x");
   RowPassArgs args = checked_rows(x);
-  args.constants = given.constants.cast<bool>();
-  std::vector<int64_t> shape = shape_of(x);
-  if (op == "layer_norm" || op == "rms_norm") {
-    parse_norm(op, {given.weight, given.bias, given.eps, "weight", "bias"}, x, args);
-    parse_added(residual, x, args);
-  } else if (op != "reorder" && op != "copy") {
-    args.activation = parse_activation(given.activation);
-    if (args.activation == Activation::kNone) {
-      refuse<ValueError>("activation", activation_names(), "None");
-    }
-    args.gated = op == "gated_activation";
-    if (args.gated && args.cols % 2 != 0) {
-      refuse<ValueError>("x", "an even last dimension, gates first", "shape " + x.shape_text());
-    }
-    if (args.gated) shape.back() = args.cols /= 2;
-  }
-  args.order = parse_order(given.order, x, args.cols);
-  if (args.order != nullptr && (quantize || !residual.is_none())) {
-    refuse<ValueError>("order", "None with a residual or int8 output", "a tensor");
-  }
-  if (op == "reorder" && args.order == nullptr) refuse<TypeError>("order", "an int32 tensor", "None");
-  const bool dynamic = quantize && scale.is_none();
-  if (quantize) {
-    args.q_type = parse_dtype(given.q_dtype, "dtype", {DType::kInt8, DType::kE4M3, DType::kE5M2});
-    args.block_scales = given.q_block.cast<bool>();
-    if (args.block_scales && (args.q_type == DType::kInt8 || !dynamic)) {
-      refuse<ValueError>("block", dynamic ? "False for int8" : "False beside a scale", "True");
-    }
-  }
-  if (quantize && !dynamic) args.scale = parse_scale(scale, "scale", -1, x);
+  parse_rows(given, x, args);
+  if (args.norm != Norm::kNone) parse_added(given.residual, x, args);
   const TensorFactory factory(x.dl.device);
-  py::list results;
-  void* data = nullptr;
-  results.append(factory.make(shape, quantize ? args.q_type : x.dtype, &data));
-  if (quantize) {
-    args.q = static_cast<int8_t*>(data);
-  } else {
-    args.y = data;
-  }
-  if (dynamic) {
-    const std::vector<int64_t> blocks = {scale_blocks(args.cols), args.rows};
-    results.append(
-        factory.make(args.block_scales ? blocks : std::vector<int64_t>{args.rows, 1}, DType::kFloat32, &data));
-    args.scales = static_cast<float*>(data);
-  }
-  // Not by args.residual: an empty tensor has no address.
-  if (!residual.is_none()) results.append(factory.make(shape, x.dtype, &args.sum));
+  py::list results = make_row_results(given, x, factory, args);
   if (args.order == nullptr) {
     run_pass(args, x, factory);
   } else {

@@ -73,4 +73,76 @@ void parse_added(py::handle residual, const TensorView& x, RowPassArgs& args) {
   args.residual_ld = other.row_stride();
 }
 
+namespace {
+
+// int32 [cols], contiguous, or None.
+const int32_t* parse_order(py::handle object, const TensorView& x, int64_t cols) {
+  if (object.is_none()) return nullptr;
+  const TensorView order(object, "order");
+  expect_dtype(order, {DType::kInt32});
+  expect_same_device(order, x);
+  if (order.ndim() != 1 || order.size(0) != cols || !order.is_contiguous()) {
+    refuse<ValueError>("order", "a contiguous tensor of shape [" + std::to_string(cols) + "]", order.shape_text());
+  }
+  return static_cast<const int32_t*>(order.data());
+}
+
+}  // namespace
+
+void parse_rows(const RowsFields& given, const TensorView& x, RowPassArgs& args) {
+  const std::string op = parse_str(given.op, "op");
+  const bool quantize = given.quantize.cast<bool>();
+  args.constants = given.constants.cast<bool>();
+  if (op == "layer_norm" || op == "rms_norm") {
+    parse_norm(op, {given.weight, given.bias, given.eps, "weight", "bias"}, x, args);
+  } else if (op != "reorder" && op != "copy") {
+    args.activation = parse_activation(given.activation);
+    if (args.activation == Activation::kNone) {
+      refuse<ValueError>("activation", activation_names(), "None");
+    }
+    args.gated = op == "gated_activation";
+    if (args.gated && args.cols % 2 != 0) {
+      refuse<ValueError>("x", "an even last dimension, gates first", "shape " + x.shape_text());
+    }
+    if (args.gated) args.cols /= 2;
+  }
+  args.order = parse_order(given.order, x, args.cols);
+  if (args.order != nullptr && (quantize || !given.residual.is_none())) {
+    refuse<ValueError>("order", "None with a residual or int8 output", "a tensor");
+  }
+  if (op == "reorder" && args.order == nullptr) refuse<TypeError>("order", "an int32 tensor", "None");
+  if (!quantize) return;
+  const bool dynamic = given.scale.is_none();
+  args.q_type = parse_dtype(given.q_dtype, "dtype", {DType::kInt8, DType::kE4M3, DType::kE5M2});
+  args.block_scales = given.q_block.cast<bool>();
+  if (args.block_scales && (args.q_type == DType::kInt8 || !dynamic)) {
+    refuse<ValueError>("block", dynamic ? "False for int8" : "False beside a scale", "True");
+  }
+  if (!dynamic) args.scale = parse_scale(given.scale, "scale", -1, x);
+}
+
+py::list make_row_results(const RowsFields& given, const TensorView& x, const TensorFactory& factory,
+                          RowPassArgs& args) {
+  const bool quantize = given.quantize.cast<bool>();
+  std::vector<int64_t> shape = shape_of(x);
+  shape.back() = args.cols;
+  py::list results;
+  void* data = nullptr;
+  results.append(factory.make(shape, quantize ? args.q_type : x.dtype, &data));
+  if (quantize) {
+    args.q = static_cast<int8_t*>(data);
+  } else {
+    args.y = data;
+  }
+  if (quantize && given.scale.is_none()) {
+    const std::vector<int64_t> blocks = {scale_blocks(args.cols), args.rows};
+    results.append(
+        factory.make(args.block_scales ? blocks : std::vector<int64_t>{args.rows, 1}, DType::kFloat32, &data));
+    args.scales = static_cast<float*>(data);
+  }
+  // Not by args.residual: an empty tensor has no address.
+  if (!given.residual.is_none()) results.append(factory.make(shape, x.dtype, &args.sum));
+  return results;
+}
+
 }  // namespace octofuse

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "call.h"
 #include "dlpack_tensor.h"
 #include "octofuse/row_pass.h"
 
@@ -26,5 +27,13 @@ struct NormArguments {
 void parse_norm(const std::string& norm, const NormArguments& given, const TensorView& x, RowPassArgs& args);
 // What is added to x before its norm, or None.
 void parse_added(py::handle residual, const TensorView& x, RowPassArgs& args);
+
+// The rest of a RowsCall: a norm or an activation, an order, and what the result is quantised to. args.cols are the
+// result's behind it; `residual` is left to parse_added().
+void parse_rows(const RowsFields& given, const TensorView& x, RowPassArgs& args);
+// The results of a RowsCall, which `args` then writes to: [y or q] + [scales, if they are found here: [rows, 1], or of
+// blocks [blocks, rows]] + [x + residual, if there is one].
+py::list make_row_results(const RowsFields& given, const TensorView& x, const TensorFactory& factory,
+                          RowPassArgs& args);
 
 }  // namespace octofuse

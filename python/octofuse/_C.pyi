@@ -85,14 +85,25 @@ def outlier_product(
 ) -> tuple[Tensor, Tensor, Tensor] | None: ...
 
 # bind_parallel.cpp
-GATHER_BLOCKS: int
+CALL_COUNTERS: int
 GATHER_UNIT: int
 MAX_RANKS: int
 
 def gather_inbox_bytes(capacity: int, ranks: int) -> int: ...
 def gather(
-    x: Tensor, sizes: list[int], rank: int, inboxes: list[int], calls: Tensor, capacity: int, limit: float
+    x: Tensor, sizes: list[int], rank: int, addresses: list[int], calls: Tensor, capacity: int, limit: float
 ) -> Tensor: ...
+def most_gathered_columns(norm: bool) -> int: ...
+def gather_rows(
+    call: RowsCall,
+    adds: bool,
+    sizes: list[int],
+    rank: int,
+    addresses: list[int],
+    calls: Tensor,
+    capacity: int,
+    limit: float,
+) -> list[Tensor]: ...
 
 # bind_decode.cpp
 def quantized_linear(call: RowLinearCall) -> Tensor | None: ...

@@ -4,25 +4,23 @@
 #include <cstdint>
 
 #include "octofuse/gemm.h"
+#include "octofuse/row_pass.h"
 
 namespace octofuse {
 
 constexpr int kMaxRanks = 8;
-constexpr int kGatherBlocks = 16;        // of every call: a block counts its own calls, on all ranks alike
+constexpr int kCallCounters = 256;       // blocks of a call at most: each reads a counter of its own
 constexpr int64_t kMaxGather = 1 << 24;  // bytes of a rank
 constexpr int kGatherUnit = 8;           // bytes that travel together, with 8 bytes that say which call they belong to
 
-// out[row] = the rows of every rank's x one behind the other, in the ranks' order: row_units[r] units of rank r. All
-// ranks make the same calls in the same order, on one stream each.
+// All ranks make the same calls in the same order, on one stream each.
 //
 // inboxes[r]: gather_inbox_bytes(capacity, ranks) of rank r's memory, that were zero once; a rank writes its part into
-// every other one's, and reads its own. calls: kGatherBlocks counters of this rank, that were zero once.
-struct GatherArgs {
-  int rows = 0, ranks = 0, rank = 0;
-  int row_units[kMaxRanks] = {};
-  int64_t capacity = 0;     // bytes of one rank's rows, at most
-  const void* x = nullptr;  // contiguous
-  void* out = nullptr;      // contiguous
+// every other one's, and reads its own. calls: kCallCounters counters of this rank, that were zero once; every call
+// adds one to each.
+struct Peers {
+  int ranks = 0, rank = 0;
+  int64_t capacity = 0;  // bytes of one rank's rows, at most
   void* inboxes[kMaxRanks] = {};
   uint32_t* calls = nullptr;
   uint64_t limit = 0;  // ns that a part may let the others wait, before the kernel traps
@@ -30,6 +28,31 @@ struct GatherArgs {
 
 constexpr int64_t gather_inbox_bytes(int64_t capacity, int ranks) { return 2 * ranks * 2 * capacity; }
 
+// out[row] = the rows of every rank's x one behind the other, in the ranks' order: row_units[r] units of rank r.
+struct GatherArgs {
+  Peers peers;
+  int rows = 0;
+  int row_units[kMaxRanks] = {};
+  const void* x = nullptr;  // contiguous
+  void* out = nullptr;      // contiguous
+};
+
 void gather(const GatherArgs& args, int device, Stream stream);
+
+// row_pass() over whole rows of which every rank has a part: with the bits of the two kernels. `rows` is the pass over
+// whole rows, copied or normalised, in fp16 or bf16, but that x is this rank's part; gated, of gates and values whose
+// products are gathered. No residual, order, COL32 or scales of blocks; its constants are such as `constants` says.
+struct GatherRowsArgs {
+  Peers peers;
+  int cols[kMaxRanks] = {};  // of each rank, multiples of 8
+  bool adds = false;         // every rank has whole rows, which are added in the ranks' order, in fp32
+  RowPassArgs rows;
+};
+
+// Rows and columns that gather_rows() takes.
+constexpr int64_t kMostGatheredRows = kCallCounters;
+int64_t most_gathered_columns(bool norm);
+
+void gather_rows(const GatherRowsArgs& args, int device, Stream stream);
 
 }  // namespace octofuse

@@ -264,6 +264,12 @@ __device__ inline float given_inverse(const RowPassArgs& args) {
   return args.q == nullptr || args.scales != nullptr ? 0.0F : reciprocal(scale_at(args.scale, 0));
 }
 
+// Bytes of shared memory for a norm's weight and bias; behind them lies what a kernel keeps of a row.
+__host__ __device__ inline int affine_bytes(const RowPassArgs& args) {
+  if (args.norm == Norm::kNone) return 0;
+  return 2 * static_cast<int>(args.cols) * (args.affine_type == DType::kFloat32 ? 4 : 2);
+}
+
 // A norm's weight and bias to shared memory: every thread copies the packs that it will read.
 template <int kThreads>
 __device__ void stage_affine(RowPassArgs& args, char* memory, int thread) {

@@ -19,12 +19,6 @@ constexpr int kMostRows = 32;
 template <RowOp kOp>
 constexpr int kPacksOf = kOp == RowOp::kNorm ? 2 : 4;  // of a thread
 
-// Dynamic shared memory: a norm's weight and bias, then the rehearsal's row, or one that leaves in an order.
-__host__ __device__ inline int affine_bytes(const RowPassArgs& args) {
-  if (args.norm == Norm::kNone) return 0;
-  return 2 * static_cast<int>(args.cols) * (args.affine_type == DType::kFloat32 ? 4 : 2);
-}
-
 template <class T, RowOp kOp>
 __global__ void __launch_bounds__(kThreads) few_rows_kernel(const __grid_constant__ RowPassArgs args) {
   extern __shared__ int4 shared_memory[];

@@ -183,6 +183,7 @@ def generate(
     new_tokens: Annotated[int, typer.Option(min=1, help="tokens to generate")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
     seed: Annotated[int, typer.Option(help="for temperature > 0")] = 0,
+    fast_sums: Annotated[bool, typer.Option("--fast-sums", help="ranks split sums: faster, other bits")] = False,
     device: Device = "auto",
 ) -> None:
     """Continue a prompt; started by torchrun, on all of its ranks together."""
@@ -190,7 +191,7 @@ def generate(
         from octofuse.cli.common import generate_text, load_any
         from octofuse.cli.ranks import is_first, ranked
 
-        with ranked(device) as (own_device, mesh):
+        with ranked(device, fast_sums=fast_sums) as (own_device, mesh):
             loaded, tokenizer = load_any(model, own_device, mesh)
             text = generate_text(loaded, tokenizer, prompt, new_tokens, temperature, seed)
         if is_first():

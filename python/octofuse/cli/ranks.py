@@ -13,18 +13,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from octofuse.cli.common import pick_device
+from octofuse.parallel import FastSums
 
 LIMIT = timedelta(seconds=600)  # that ranks wait for each other
 
 
 @contextmanager
-def ranked(device: str) -> Iterator[tuple[torch.device, Any]]:
-    """This process's device, and the mesh of all, None of one alone.
+def ranked(device: str, *, fast_sums: bool = False) -> Iterator[tuple[torch.device, Any]]:
+    """This process's device, and the mesh of all, None of one alone. fast_sums: with FastSums around it.
 
-    ValueError where there is no GPU for every rank of this machine, or one is named.
+    ValueError where there is no GPU for every rank of this machine, or one is named, and for fast sums of one rank.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
+        if fast_sums:
+            raise ValueError("--fast-sums: expected several ranks, as torchrun starts them, got one")
         yield pick_device(device), None
         return
     found = pick_device(device)
@@ -38,7 +41,8 @@ def ranked(device: str) -> Iterator[tuple[torch.device, Any]]:
         torch.cuda.set_device(found)
     dist.init_process_group("nccl" if found.type == "cuda" else "gloo", timeout=LIMIT)
     try:
-        yield found, init_device_mesh(found.type, (ranks,))
+        mesh = init_device_mesh(found.type, (ranks,))
+        yield found, FastSums(mesh) if fast_sums else mesh
     finally:
         dist.destroy_process_group()
 

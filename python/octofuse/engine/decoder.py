@@ -21,9 +21,11 @@ from octofuse.engine.attention import Given, KernelAttention, TorchAttention, ro
 from octofuse.engine.cache import Cache, Pairs
 from octofuse.files import cache_scales
 from octofuse.models.architecture import architecture_of, rotary_of
-from octofuse.models.parts import Attend, Parts, attended, fed_forward, parts_of, split_heads
+from octofuse.models.parts import Attend, Parts, Stream, attended, fed_forward, parts_of, split_heads
 from octofuse.nn import QUANTISED, FloatingLinear, Norm, inner_of, verb_of
 from octofuse.nn.gathered import GatheredFused
+from octofuse.nn.norm import in_floating_point
+from octofuse.nn.parted import Parted
 from octofuse.ops import decode
 from octofuse.ops.cache import CACHE_KINDS, FIXED, new_codes
 from octofuse.parallel import share_of
@@ -62,7 +64,7 @@ class Decoder:
         self.rotary = rotary_of(model, self.architecture)
         head = verb_of(model.get_submodule(names.head), transposes=True)
         self.head = inner_of(head)
-        self.gather_logits = head.around.gather_output if isinstance(head, GatheredFused) else None
+        self.logits_joint = head.around.gather_output if isinstance(head, GatheredFused) else None
         self.norm = self.architecture.norm(model.get_submodule(names.last_norm))
         blocks: Any = model.get_submodule(names.blocks)
         self.blocks = [parts_of(block, self.architecture, joins=True) for block in blocks]
@@ -126,9 +128,9 @@ class Decoder:
         run = self._attention(cache)
         positions = torch.arange(length, device=ids.device).expand(batch, -1).reshape(-1)
         x = self._embed(ids.reshape(-1), positions)
-        x = self._through_blocks(x, lambda given: run.prefill(given, batch), cache)
+        stream = self._through_blocks(x, lambda given: run.prefill(given, batch), cache)
         last = torch.arange(batch, device=ids.device) * length + (lengths - 1)
-        return self._logits(x[last], cache)
+        return self._logits(stream.at(last) if isinstance(stream, Parted) else stream[last], cache)
 
     @torch.no_grad()
     def step(self, ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
@@ -145,7 +147,7 @@ class Decoder:
             return TorchAttention(cache.rotary)
         return KernelAttention(cache.rotary, cache.scratch)
 
-    def _through_blocks(self, x: Tensor, run: Any, cache: Cache) -> Tensor:
+    def _through_blocks(self, x: Stream, run: Any, cache: Cache) -> Stream:
         architecture = self.architecture
         for index, parts in enumerate(self.blocks):
             attend = self._attend(run, index, parts, cache.of_block(index))
@@ -171,20 +173,20 @@ class Decoder:
         x: Tensor = self.token_embeddings[ids] * self.multiplier
         return x if self.position_embeddings is None else x + self.position_embeddings[positions]
 
-    def _logits(self, x: Tensor, cache: Cache) -> Tensor:
+    def _logits(self, x: Stream, cache: Cache) -> Tensor:
         found = self._product(x, cache)
-        if self.gather_logits is not None:
-            found = self.gather_logits(found)
+        if self.logits_joint is not None:
+            found = self.logits_joint(found)
         if self.architecture.logits_multiplier != 1.0:
             found = found * self.architecture.logits_multiplier
         if (cap := self.architecture.logits_softcap) is not None:
             found = torch.tanh(found / cap) * cap
         return found
 
-    def _product(self, x: Tensor, cache: Cache) -> Tensor:
+    def _product(self, x: Stream, cache: Cache) -> Tensor:
         if not isinstance(self.head, FloatingLinear):
             return self.head.fused(x, norm=self.norm)
-        x = self.norm(x)
+        x = in_floating_point(x, self.norm, None)
         if self.head.bias is not None:
             return self.head.fused(x)
         if self.streams_head:

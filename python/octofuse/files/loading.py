@@ -25,7 +25,7 @@ from octofuse.files.gptq import Gptq
 from octofuse.files.headers import Header, local_folder, method_of, read_headers, weight_files
 from octofuse.files.hooks import exchange_hooked
 from octofuse.files.own import METHOD, Own
-from octofuse.nn import GatheredLinear, linear_layers, output_heads, replace_module
+from octofuse.nn import PARALLEL, linear_layers, output_heads, replace_module
 from octofuse.nn.linear import is_conv1d
 from octofuse.quant import Scheme
 from octofuse.quant.affine import BLOCK
@@ -296,7 +296,7 @@ def from_pretrained(
             where, dtype=dtype, output_loading_info=True, **options
         )
     _refuse_gaps(name, report)
-    if mesh is not None and not any(isinstance(module, GatheredLinear) for module in model.modules()):
+    if mesh is not None and not any(isinstance(module, PARALLEL) for module in model.modules()):
         assert tensor_parallel.shard is not None  # of a model in floating point
         model = tensor_parallel.shard(model.eval(), mesh)
     return model.to(device).eval().requires_grad_(False)

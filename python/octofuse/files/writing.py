@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from octofuse.files import compressed_tensors_writing, own
-from octofuse.nn import QUANTISED, GatheredLinear
+from octofuse.nn import PARALLEL, QUANTISED
 
 AUTO = "auto"
 _WRITTEN: dict[str, Any] = {"compressed-tensors": compressed_tensors_writing, "octofuse": own}
@@ -78,7 +78,7 @@ def attach(model: nn.Module) -> None:
 
 def quantised_layers(model: nn.Module) -> dict[str, Any]:
     """ValueError if there are none, or parts of them alone."""
-    if any(isinstance(module, GatheredLinear) for module in model.modules()):
+    if any(isinstance(module, PARALLEL) for module in model.modules()):
         raise ValueError("model: expected a whole model, got one rank's part; save it before it is sharded")
     found = {name: module for name, module in model.named_modules() if isinstance(module, QUANTISED)}
     if not found:

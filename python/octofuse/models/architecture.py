@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from octofuse.files.loading import Waiting
 from octofuse.models.blocks import BLOCKS, Block, Names
-from octofuse.nn import QUANTISED, GatheredLinear, Norm
+from octofuse.nn import PARALLEL, QUANTISED, Norm
 from octofuse.nn.linear import is_conv1d
 from octofuse.ops.activations import Activation
 
@@ -170,7 +170,7 @@ def _check_layers(model: nn.Module, block: Block) -> None:
     for index, one in enumerate(blocks):
         for name in names.linears:
             layer = one.get_submodule(name)
-            if isinstance(layer, GatheredLinear):
+            if isinstance(layer, PARALLEL):
                 layer = layer.layer
             if not (type(layer) is nn.Linear or is_conv1d(layer) or isinstance(layer, (*QUANTISED, Waiting))):
                 raise ValueError(

@@ -18,6 +18,7 @@ from octofuse.models.architecture import Architecture, Heads, architecture_of
 from octofuse.models.blocks import BLOCKS, Names
 from octofuse.models.parts import Parts, attended, fed_forward, parts_of, split_heads
 from octofuse.nn import QUANTISED
+from octofuse.nn.parted import whole
 
 
 class _Description(NamedTuple):
@@ -106,7 +107,7 @@ def _block_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     y, _ = _attention_of(self, architecture.names)(
         x, parts=parts, heads=heads, architecture=architecture, cache=cache, **given
     )
-    return fed_forward(parts, y, x if architecture.parallel else y, architecture)
+    return whole(fed_forward(parts, y, x if architecture.parallel else y, architecture))
 
 
 def _attention_forward(
@@ -147,4 +148,4 @@ def _attention_forward(
         result: Tensor = out.reshape(*out.shape[:-2], -1).contiguous()
         return result
 
-    return attended(parts, hidden_states, attend, architecture.residual_multiplier), kept[0]
+    return whole(attended(parts, hidden_states, attend, architecture.residual_multiplier)), kept[0]

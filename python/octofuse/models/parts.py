@@ -21,8 +21,9 @@ from octofuse.nn import (
     verb_of,
 )
 from octofuse.nn.floating import Fused
-from octofuse.nn.gathered import AnyFused
+from octofuse.nn.gathered import AnyFused, Exchanging
 from octofuse.nn.order import fold_order_
+from octofuse.nn.parted import Parted, whole
 from octofuse.ops.activations import Activation
 
 
@@ -97,9 +98,13 @@ def split_heads(outputs: tuple[Tensor, ...], heads: Heads, interleaved: bool) ->
     return tuple(t.unflatten(-1, (-1, heads.size)) for t in (q, k, v))  # type: ignore[return-value]
 
 
-def attended(parts: Parts, x: Tensor, attend: Attend, multiplier: float = 1.0) -> Tensor:
-    """x + projection(attention(norm(x))), x `[..., width]`; multiplier: of what is added."""
-    qkv = tuple(layer.fused(x, norm=parts.attention_norm) for layer in parts.qkv)
+Stream = Tensor | Parted  # what goes from block to block, `[..., width]`
+
+
+def attended(parts: Parts, x: Stream, attend: Attend, multiplier: float = 1.0) -> Stream:
+    """x + projection(attention(norm(x))); multiplier: of what is added."""
+    source = _for(parts.qkv, x)
+    qkv = tuple(layer.fused(source, norm=parts.attention_norm) for layer in parts.qkv)
     alone = _adds_alone(parts.after_attention, multiplier)
     # Attention writes int8.
     scale = parts.projection.input_scale if isinstance(inner_of(parts.projection), Int8Linear) else None
@@ -107,13 +112,14 @@ def attended(parts: Parts, x: Tensor, attend: Attend, multiplier: float = 1.0) -
     return _added(x, parts.projection, values, parts.after_attention, multiplier)
 
 
-def fed_forward(parts: Parts, x: Tensor, source: Tensor, architecture: Architecture) -> Tensor:
+def fed_forward(parts: Parts, x: Stream, source: Stream, architecture: Architecture) -> Stream:
     """x + down(activation(up(norm(source)))); gated: down(activation(gates) * values). source: x, or what the block read
     where attention and feed-forward are parallel.
 
     Between up and down activations have 8 bits where down has a static scale and nothing is gated in front of it.
     """
     activation, norm = architecture.activation, parts.feed_forward_norm
+    source = _for(parts.up, source)
     multiplier = architecture.residual_multiplier
     gate = activation if architecture.names.gated else None
     out_scale = None if _adds_alone(parts.after_feed_forward, multiplier) else _handed_on(parts)
@@ -127,6 +133,11 @@ def fed_forward(parts: Parts, x: Tensor, source: Tensor, architecture: Architect
         halves = [layer.fused(source, norm=norm) for layer in parts.up]
         hidden = halves[0] if len(halves) == 1 else torch.cat(halves, -1)
     return _added(x, parts.down, hidden, parts.after_feed_forward, multiplier, gate)
+
+
+def _for(readers: tuple[Fused, ...], x: Stream) -> Stream:
+    """Joined once where several linears read it."""
+    return whole(x) if len(readers) > 1 else x
 
 
 def _adds_alone(norm: Norm | None, multiplier: float) -> bool:
@@ -152,11 +163,13 @@ def _multiplies_gates(parts: Parts) -> PackedLinear | None:
 
 
 def _added(
-    x: Tensor, layer: AnyFused, values: Tensor, norm: Norm | None, multiplier: float, gate: Activation | None = None
-) -> Tensor:
+    x: Stream, layer: AnyFused, values: Tensor, norm: Norm | None, multiplier: float, gate: Activation | None = None
+) -> Stream:
     """x + layer(values), or x + norm(layer(values)), or of it `multiplier`."""
     if not _adds_alone(norm, multiplier):
-        return layer.fused(values, residual=x, gate=gate)
-    y = layer.fused(values, gate=gate)
-    result: Tensor = x + (y if norm is None else norm(y)) * multiplier
+        if isinstance(layer, Exchanging):
+            return layer.fused(values, residual=x, gate=gate)
+        return layer.fused(values, residual=whole(x), gate=gate)
+    y = whole(layer.fused(values, gate=gate))
+    result: Tensor = whole(x) + (y if norm is None else norm(y)) * multiplier
     return result

@@ -15,8 +15,8 @@ from octofuse.files import attach, is_of_transformers
 from octofuse.models.blocks import Source, normed, valued
 from octofuse.models.smooth import fold, folded, scales_for
 from octofuse.nn import (
+    PARALLEL,
     QUANTISED,
-    GatheredLinear,
     PackedLinear,
     linear_layers,
     output_heads,
@@ -70,7 +70,7 @@ def quantize_(
         )
     layers = linear_layers(model)
     heads = {name: head for name, head in output_heads(model).items() if name in (exceptions or {})}
-    if any(isinstance(module, (*QUANTISED, GatheredLinear)) for module in model.modules()):
+    if any(isinstance(module, (*QUANTISED, *PARALLEL)) for module in model.modules()):
         raise ValueError("model: expected a floating-point model, got one that octofuse has quantised already")
     if not layers:
         raise ValueError(f"model: expected linear layers to quantise, got none in {type(model).__name__}")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from octofuse.nn.linear import Float8Linear
 from octofuse.nn.norm import Norm, in_floating_point
+from octofuse.nn.parted import Parted
 from octofuse.ops import quantized_linear
 from octofuse.ops.activations import Activation
 from octofuse.quant.affine import Scheme
@@ -54,7 +55,7 @@ class DelayedFloat8Linear(Float8Linear):
 
     def fused(
         self,
-        x: Tensor,
+        x: Tensor | Parted,
         *,
         norm: Norm | None = None,
         gate: Activation | None = None,

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 from octofuse.nn.linear import EightBitLinear, weight_of
 from octofuse.nn.norm import Norm, in_floating_point
+from octofuse.nn.parted import Parted
 from octofuse.nn.weight_only import PackedLinear
 from octofuse.ops import quantize_per_tensor
 from octofuse.ops.activations import Activation, activation_named
@@ -34,7 +35,7 @@ class FloatingLinear:
 
     def fused(
         self,
-        x: Tensor,
+        x: Tensor | Parted,
         *,
         norm: Norm | None = None,
         gate: Activation | None = None,
@@ -60,7 +61,7 @@ class FloatingLinear:
             TypeError, ValueError: naming the argument; x of another K raises torch's own error.
         """
         activate = activation_named(activation)
-        if not x.is_floating_point():
+        if not x.dtype.is_floating_point:
             raise TypeError(f"x: expected floating point, got dtype {x.dtype}")
         x = in_floating_point(x, norm, gate)
         if residual is not None and self._adds(x, residual, activation):

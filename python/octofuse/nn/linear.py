@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from octofuse.nn.frozen import FrozenLinear
 from octofuse.nn.gradient import multiplied
 from octofuse.nn.norm import Norm, check_one_in_front, in_front
+from octofuse.nn.parted import Parted
 from octofuse.ops import (
     gated_activation_quantize,
     linear,
@@ -133,7 +134,7 @@ class EightBitLinear(FrozenLinear):
 
     def fused(
         self,
-        x: Tensor,
+        x: Tensor | Parted,
         *,
         norm: Norm | None = None,
         gate: Activation | None = None,
@@ -164,9 +165,15 @@ class EightBitLinear(FrozenLinear):
             like = residual if residual is not None else self.bias
             out_dtype = torch.float16 if like is None else like.dtype
         scale: Scale | None = self.input_scale
+        blocks = self.weight_scale.dim() == 2
+        if isinstance(x, Parted):
+            found = None if blocks else x.quantised(norm, scale, self.values)
+            if found is None:
+                x = x.whole()
+            else:
+                (x, scale), norm = found, None
         if gate is not None:
             check_one_in_front(norm, gate)
-            blocks = self.weight_scale.dim() == 2
             x, scale = gated_activation_quantize(x, gate, scale=scale, constants=True, dtype=self.values, block=blocks)
         if out_scale is not None:
             out_dtype = self.values if self.values != torch.int8 else out_dtype

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from octofuse import ops
+from octofuse.nn.parted import Parted, whole
 from octofuse.ops.activations import Activation
 
 _UNKNOWN = "norm: expected kind 'layer_norm' or 'rms_norm', got {!r}"
@@ -82,13 +83,17 @@ def check_one_in_front(norm: Norm | None, gate: str | None) -> None:
         raise ValueError(f"gate: expected None beside a norm, got {gate!r}")
 
 
-def in_floating_point(x: Tensor, norm: Norm | None, gate: Activation | None, order: Tensor | None = None) -> Tensor:
+def in_floating_point(
+    x: Tensor | Parted, norm: Norm | None, gate: Activation | None, order: Tensor | None = None
+) -> Tensor:
     """What stands in front of a linear, as an op of its own. Its tensors must not change under a call.
 
     order: int32 `[K]` or None, of the result's columns (`ops.reorder`).
     """
     check_is_norm(norm)
     check_one_in_front(norm, gate)
+    if isinstance(x, Parted):
+        x, norm = x.floating(norm) if order is None else (x.whole(), norm)
     if gate is not None:
         return ops.gated_activation(x, gate, constants=True, order=order)
     if norm is not None:
@@ -97,13 +102,17 @@ def in_floating_point(x: Tensor, norm: Norm | None, gate: Activation | None, ord
 
 
 def in_int8(
-    x: Tensor, norm: Norm | None, gate: Activation | None, order: Tensor | None = None
+    x: Tensor | Parted, norm: Norm | None, gate: Activation | None, order: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`in_floating_point` as int8, and the scale of each token, fp32 `[M, 1]`."""
     check_is_norm(norm)
     check_one_in_front(norm, gate)
     if order is not None:  # of the columns: scales are the same in any
         x, norm, gate = in_floating_point(x, norm, gate, order), None, None
+    if isinstance(x, Parted):
+        if (found := x.quantised(norm, None, torch.int8)) is not None:
+            return found  # type: ignore[return-value]
+        x = whole(x)
     if gate is not None:
         return ops.gated_activation_quantize(x, gate, constants=True)  # type: ignore[return-value]
     return ops.quantize_per_token(x) if norm is None else norm.in_int8(x)

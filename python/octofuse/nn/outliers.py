@@ -6,6 +6,7 @@ from torch import Tensor
 
 from octofuse.nn.linear import Int8Linear
 from octofuse.nn.norm import Norm, in_floating_point
+from octofuse.nn.parted import Parted
 from octofuse.ops import llm_int8_linear, quantize_per_tensor
 from octofuse.ops.activations import Activation
 from octofuse.quant.affine import OUTLIERS, Scheme
@@ -26,7 +27,7 @@ class LLMInt8Linear(Int8Linear):
 
     def fused(
         self,
-        x: Tensor,
+        x: Tensor | Parted,
         *,
         norm: Norm | None = None,
         gate: Activation | None = None,

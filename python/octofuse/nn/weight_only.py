@@ -12,6 +12,7 @@ from octofuse.nn.frozen import FrozenLinear
 from octofuse.nn.gradient import multiplied
 from octofuse.nn.linear import weight_of
 from octofuse.nn.norm import Norm, in_floating_point, in_front, in_int8
+from octofuse.nn.parted import Parted
 from octofuse.ops.activations import Activation
 from octofuse.ops.dequantized import dequantize_lowbit
 from octofuse.ops.lowbit import bcq_linear, codebook_linear, sparse12_linear, woq_linear
@@ -110,7 +111,7 @@ class PackedLinear(FrozenLinear):
 
     def fused(
         self,
-        x: Tensor,
+        x: Tensor | Parted,
         *,
         norm: Norm | None = None,
         gate: Activation | None = None,
@@ -142,16 +143,18 @@ class PackedLinear(FrozenLinear):
         """
         # The packing knows K only up to a multiple of 128.
         width = self.in_features * (1 if gate is None else 2)
-        if x.shape[-1:] != (width,):
+        if isinstance(x, Tensor) and x.shape[-1:] != (width,):  # who makes a Parted knows its width
             raise ValueError(f"x: expected shape [..., {width}], got {list(x.shape)}")
         epilogue: dict[str, Any] = {"activation": activation, "residual": residual, "out_scale": out_scale}
         if self.scheme.has_int8_tokens:
-            q, x_scale = in_int8(_dense(x), norm, gate, self.order)
+            q, x_scale = in_int8(x if isinstance(x, Parted) else _dense(x), norm, gate, self.order)
             own: Tensor = getattr(self, self.scales)
             # The scale's dtype is the output's: beside another one, in fp32, which loses nothing of either.
             scale = own if own.dtype == x.dtype else own.float()
             y = self._multiply(q, scale=scale, x_scale=x_scale, gated=gated, constant_weight=True, **epilogue)
             return y if y.dtype in (x.dtype, torch.int8) else y.to(x.dtype)
+        if isinstance(x, Parted):
+            x, norm = x.floating(norm) if self.order is None else (x.whole(), norm)
         if gate is not None or self.order is not None:
             x, norm = in_floating_point(_dense(x), norm, gate, self.order), None
         return self._multiply(_dense(x), gated=gated, constant_weight=True, **epilogue, **in_front(norm))

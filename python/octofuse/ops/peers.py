@@ -1,16 +1,19 @@
-"""A gather over memory that several GPUs can write to, one process each, in one kernel; there is no CPU version."""
+"""What ranks gather over memory that several GPUs can write to, a process each, in one kernel; there is no CPU version."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from octofuse import _C
+from octofuse.ops._calls import RowsCall
 
 UNIT: int = _C.GATHER_UNIT  # bytes that a row of any rank is a multiple of
+PACK = 16  # the same, of rows that a pass goes over
 MOST_RANKS: int = _C.MAX_RANKS
-COUNTERS: int = _C.GATHER_BLOCKS
+COUNTERS: int = _C.CALL_COUNTERS
 
 
 def inbox_bytes(capacity: int, ranks: int) -> int:
@@ -23,6 +26,7 @@ class Inboxes:
     """Memory of every rank that all can write to, by address, as this process sees it; zero at first.
 
     memory: this rank's own. calls: int32 `[COUNTERS]`, zero at first. limit: seconds that a rank may let the others wait.
+    All ranks make the same calls in the same order.
     """
 
     rank: int
@@ -34,13 +38,36 @@ class Inboxes:
 
     def takes(self, x: Tensor, sizes: tuple[int, ...]) -> bool:
         """Whether `gather` serves such a call, which is the same on all ranks."""
-        rows = x.numel() // x.shape[-1]
-        widths = [size * x.element_size() for size in sizes]
-        return all(width % UNIT == 0 and width * rows <= self.capacity for width in widths)
+        return self._fits(x, sizes, UNIT)
 
     def gather(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """x `[..., sizes[rank]]` of each rank -> `[..., sum(sizes)]`. All ranks make the same calls in the same order."""
-        x = x.contiguous()
-        if x.data_ptr() % UNIT != 0:
-            x = x.clone()
-        return _C.gather(x, list(sizes), self.rank, list(self.addresses), self.calls, self.capacity, self.limit)
+        """x `[..., sizes[rank]]` of each rank -> `[..., sum(sizes)]`."""
+        return _C.gather(_aligned(x, UNIT), list(sizes), *self._peers())
+
+    def takes_rows(self, call: RowsCall, sizes: tuple[int, ...], *, adds: bool = False) -> bool:
+        """Whether `rows` serves such a call, which is the same on all ranks."""
+        x = call.x
+        if x.dtype not in (torch.float16, torch.bfloat16) or call.q_block or call.order is not None:
+            return False
+        count = x.numel() // x.shape[-1]
+        columns = sizes[self.rank] if adds else sum(sizes)
+        most = _C.most_gathered_columns(call.op.endswith("norm"))
+        return count <= COUNTERS and columns <= most and self._fits(x, sizes, PACK)
+
+    def rows(self, call: RowsCall, sizes: tuple[int, ...], *, adds: bool = False) -> list[Tensor]:
+        """`ops.rows` of a copy, a gated activation or a norm, whose x, `[..., sizes[rank]]`, gated twice as wide, is a
+        part of every rank's: gathered, or with `adds`, all sizes alike, added in fp32 in the ranks' order."""
+        return _C.gather_rows(call._replace(x=_aligned(call.x, PACK)), adds, list(sizes), *self._peers())
+
+    def _fits(self, x: Tensor, sizes: tuple[int, ...], unit: int) -> bool:
+        count = x.numel() // x.shape[-1]
+        widths = [size * x.element_size() for size in sizes]
+        return all(width % unit == 0 and width * count <= self.capacity for width in widths)
+
+    def _peers(self) -> tuple[int, list[int], Tensor, int, float]:
+        return self.rank, list(self.addresses), self.calls, self.capacity, self.limit
+
+
+def _aligned(x: Tensor, unit: int) -> Tensor:
+    x = x.contiguous()
+    return x if x.data_ptr() % unit == 0 else x.clone()

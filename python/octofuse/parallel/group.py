@@ -5,7 +5,10 @@ from __future__ import annotations
 import atexit
 import platform
 import time
-from functools import cache, partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 import octofuse
-from octofuse.nn.gathered import Gather
+from octofuse.ops._calls import RowsCall
 from octofuse.ops._guard import refuse_gradients
 from octofuse.ops.peers import MOST_RANKS, Inboxes
 from octofuse.parallel.inboxes import make_inboxes
@@ -25,11 +28,21 @@ from octofuse.parallel.inboxes import make_inboxes
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+@dataclass(frozen=True)
+class FastSums:
+    """A mesh whose ranks may split the sums of a linear: `octofuse.parallel.shard_` says which, and what that costs.
+
+    mesh: a DeviceMesh of one dimension, or a process group.
+    """
+
+    mesh: Any
+
+
 class Group:
     """A torch.distributed process group with this process in it.
 
-    mesh: a DeviceMesh of one dimension, or a process group. Raises TypeError for anything else, ValueError for a mesh of
-    more dimensions, RuntimeError where torch.distributed was not initialised.
+    mesh: a DeviceMesh of one dimension, a process group, or FastSums of one. Raises TypeError for anything else, ValueError
+    for a mesh of more dimensions, RuntimeError where torch.distributed was not initialised.
     """
 
     def __init__(self, mesh: Any) -> None:
@@ -37,6 +50,8 @@ class Group:
             raise RuntimeError(
                 "mesh: expected torch.distributed to be initialised, as torchrun and init_process_group do; it is not"
             )
+        if isinstance(mesh, FastSums):
+            mesh = mesh.mesh
         group = _process_group(mesh)
         # By name alone: what refers to a group keeps its threads running when it is destroyed.
         self._name: str = group.group_name
@@ -62,7 +77,7 @@ class Group:
 
     def gatherer(self, sizes: tuple[int, ...]) -> Gather:
         """What joins parts of these sizes along the last dimension."""
-        return partial(self.gather, sizes=sizes)
+        return Gather(self, sizes)
 
     def gather(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """x `[..., sizes[rank]]` of every rank -> `[..., sum(sizes)]`, the same on all, bit for bit. CUDA graphs record
@@ -81,12 +96,40 @@ class Group:
         if own.shape[1] < most:
             own = pad(own, (0, most - own.shape[1]))
         found = own.new_empty(self.ranks, *own.shape)
-        self._all_gather(found, own)
+        with self._said(own):
+            _all_gather(found.flatten(0, 1), own, group=self._group)
         if len(set(sizes)) == 1:
             joined = found.transpose(0, 1).reshape(own.shape[0], -1)
         else:
             joined = torch.cat([part[:, : size * width] for part, size in zip(found, sizes, strict=True)], -1)
         return joined.view(x.dtype).view(shape)
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x, in its dtype, the same on all; x may be overwritten. CUDA graphs record it. In fp32 in
+        the ranks' order, but of large ones on GPUs, which NCCL adds. RuntimeError where another rank is gone."""
+        call = RowsCall(x, "copy", None, None, None, 0.0, None, False, None, True)
+        if (found := self.rows(call, (x.shape[-1],) * self.ranks, adds=True)) is not None:
+            return found[0]
+        if x.numel() == 0:
+            return x
+        if x.device.type == "cuda":
+            with self._said(x):
+                dist.all_reduce(x, group=self._group)
+            return x
+        parts = self.gather(x.unsqueeze(-1), (1,) * self.ranks).float()
+        total = parts[..., 0]
+        for rank in range(1, self.ranks):
+            total = total + parts[..., rank]
+        return total.to(x.dtype)
+
+    def rows(self, call: RowsCall, sizes: tuple[int, ...], *, adds: bool = False) -> list[Tensor] | None:
+        """`nn.parted.Joint.rows` of parts that have so many columns."""
+        x = call.x
+        refuse_gradients("a sum over ranks" if adds else "a gather between ranks", x=x)
+        inboxes = self._inboxes_on(x.device) if x.numel() > 0 else None
+        if inboxes is None or not inboxes.takes_rows(call, sizes, adds=adds):
+            return None
+        return inboxes.rows(call, sizes, adds=adds)
 
     def _inboxes_on(self, device: torch.device) -> Inboxes | None:
         """Made at the first call that no graph records; None where ranks cannot write to each other's memory."""
@@ -97,9 +140,11 @@ class Group:
             self._inboxes = make_inboxes(self._group, self.rank, self.ranks, device)
         return self._inboxes
 
-    def _all_gather(self, found: Tensor, own: Tensor) -> None:
+    @contextmanager
+    def _said(self, own: Tensor) -> Iterator[None]:
+        """What went wrong between ranks."""
         try:
-            _all_gather(found.flatten(0, 1), own, group=self._group)
+            yield
         except RuntimeError as error:
             raise RuntimeError(
                 f"{self}: could not gather {own.nbytes:,} bytes of every rank: one has ended or is out of reach ({error})"
@@ -120,6 +165,35 @@ class Group:
                     f"mesh: expected ranks that are alike, got {name} {values[0]} on rank 0 and {values[other]} on rank "
                     f"{other}"
                 )
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Parts of these columns, as `nn.parted.Joint` has them."""
+
+    group: Group
+    sizes: tuple[int, ...]
+    adds = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.group.gather(x, self.sizes)
+
+    def rows(self, call: RowsCall) -> list[Tensor] | None:
+        return self.group.rows(call, self.sizes)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Summands, as `nn.parted.Joint` has them."""
+
+    group: Group
+    adds = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.group.add(x)
+
+    def rows(self, call: RowsCall) -> list[Tensor] | None:
+        return self.group.rows(call, (call.x.shape[-1],) * self.group.ranks, adds=True)
 
 
 def device_of(mesh: Any) -> torch.device:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from octofuse.ops.peers import COUNTERS, Inboxes, inbox_bytes
 
-CAPACITY = 1 << 16  # bytes of a rank's part; larger ones go by NCCL
+CAPACITY = 1 << 19  # bytes of a rank's part; larger ones go by NCCL
 LIMIT = 600.0  # seconds that a rank may let the others wait
 
 _log = logging.getLogger(__name__)

@@ -12,12 +12,23 @@ from torch import nn
 
 from octofuse.files.loading import Waiting
 from octofuse.models.architecture import Architecture, Heads, architecture_of
-from octofuse.nn import QUANTISED, EightBitLinear, GatheredLinear, check_blocks, check_rows, replace_module, rows_of
-from octofuse.nn.gathered import Gather
+from octofuse.nn import (
+    QUANTISED,
+    EightBitLinear,
+    GatheredLinear,
+    SummedLinear,
+    check_blocks,
+    check_rows,
+    columns_of,
+    cuts_columns,
+    replace_module,
+    rows_of,
+)
 from octofuse.nn.linear import is_conv1d
+from octofuse.nn.parted import Joint
 from octofuse.ops import decode
 from octofuse.parallel.attention import keep_heads
-from octofuse.parallel.group import Group
+from octofuse.parallel.group import FastSums, Group, Sum
 from octofuse.parallel.plan import HeadShare, part, rows_of_up, split
 from octofuse.quant.affine import BLOCK
 
@@ -49,12 +60,16 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
     How sums of more tokens beside these, and of floating-point weights, are made may depend on a linear's outputs, and so
     on the number of ranks.
 
+    With FastSums(mesh) attention's projection and a feed-forward's last linear are split by their inputs where groups of
+    these allow it, and what ranks find is added in fp16 or bf16: half as many exchanges between ranks, and bits that depend
+    on their number, as those of other libraries do.
+
     Args:
         model: of a family that `octofuse.generate` takes, in eval mode, quantised or not, with the same weights on all
             ranks; best on the CPU, to go to this rank's device afterwards. Linears that a checkpoint's reader has not
             made yet are made here, one at a time.
         mesh: a DeviceMesh of one dimension, or a process group of torch.distributed, of any backend that serves the
-            device that the model will be on.
+            device that the model will be on; or FastSums of one.
 
     Returns:
         The model, whose parameters want no gradient any more: gathers have none.
@@ -66,14 +81,14 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
     """
     if (share := share_of(model)) is not None:
         raise ValueError(f"model: expected a whole model, got a part of one ({share.group})")
-    group = Group(mesh)
+    group, fast = Group(mesh), isinstance(mesh, FastSums)
     # First: what one rank alone refused would leave the others waiting.
     group.check_alike({"the model": _digest(model)})
     architecture = architecture_of(model)
     for rank in range(group.ranks):  # every rank's part, so that all refuse what one of them would
-        for piece in _pieces(model, architecture, group, rank):
+        for piece in _pieces(model, architecture, _Rank(group, rank, fast)):
             _check(piece)
-    pieces = _pieces(model, architecture, group, group.rank)
+    pieces = _pieces(model, architecture, _Rank(group, group.rank, fast))
     shares = [HeadShare(heads, group.rank, group.ranks) for heads in architecture.heads]
     object.__setattr__(model, _ATTRIBUTE, Share(group, tuple(share.heads for share in shares)))
     object.__setattr__(model, "save_pretrained", _not_saved)
@@ -108,17 +123,24 @@ def _corners(tensor: torch.Tensor) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A linear, this rank's outputs of it, and what is gathered around it."""
+    """A linear, this rank's outputs of it, and what is gathered around it. Where every rank's inputs, `columns`, can be
+    cut, this rank's inputs instead, whose sums are added by `adds`."""
 
     name: str
     layer: nn.Module
     rows: Sequence[range]
-    gather_output: Gather | None = None
-    gather_input: Gather | None = None
+    gather_output: Joint | None = None
+    gather_input: Joint | None = None
     shares: bool = False
+    columns: tuple[range, ...] = ()
+    adds: Sum | None = None
 
     def made(self) -> nn.Module:
         layer = self.layer.layer() if isinstance(self.layer, Waiting) else self.layer
+        if self.adds is not None and cuts_columns(layer, self.columns):
+            rank = self.adds.group.rank
+            summand = columns_of(layer, self.columns[rank], bias=rank == 0)
+            return SummedLinear(summand, self.adds, is_first=rank == 0)
         own = rows_of(layer, self.rows, shares=self.shares)
         if self.gather_output is None:
             return own
@@ -132,49 +154,71 @@ def _check(piece: _Piece) -> None:
         check_blocks(piece.rows, piece.layer.out_features)
 
 
-def _pieces(model: nn.Module, architecture: Architecture, group: Group, rank: int) -> list[_Piece]:
+@dataclass(frozen=True)
+class _Rank:
+    """Whose part is planned; fast: sums may be split."""
+
+    group: Group
+    number: int
+    fast: bool
+
+    @property
+    def ranks(self) -> int:
+        return self.group.ranks
+
+
+def _pieces(model: nn.Module, architecture: Architecture, rank: _Rank) -> list[_Piece]:
     """What a rank has."""
-    pieces = _of_blocks(model, architecture, group, rank)
-    if (head := _of_head(model, architecture, group, rank)) is not None:
+    pieces = _of_blocks(model, architecture, rank)
+    if (head := _of_head(model, architecture, rank)) is not None:
         pieces.append(head)
     return pieces
 
 
-def _of_blocks(model: nn.Module, architecture: Architecture, group: Group, rank: int) -> list[_Piece]:
+def _of_blocks(model: nn.Module, architecture: Architecture, rank: _Rank) -> list[_Piece]:
     names = architecture.names
     pieces = []
     for index, heads in enumerate(architecture.heads):
-        share = HeadShare(heads, rank, group.ranks)
+        share = HeadShare(heads, rank.number, rank.ranks)
         inside = f"{names.blocks}.{index}"
         layers = {name: model.get_submodule(f"{inside}.{name}") for name in names.linears}
         rows = dict(zip(names.qkv, share.rows(len(names.qkv), names.interleaved), strict=True))
-        hidden = split(_sizes(layers[names.down])[1], group.ranks, _unit([layers[name] for name in names.up]))
-        rows |= zip(names.up, rows_of_up(hidden, rank, len(names.up), names.gated), strict=True)
+        width = _sizes(layers[names.down])[1]
+        unit = _unit([layers[name] for name in names.up])
+        if rank.fast and width >= BLOCK * rank.ranks:  # groups of the last linear's inputs should stay whole
+            unit = BLOCK
+        hidden = split(width, rank.ranks, unit)
+        rows |= zip(names.up, rows_of_up(hidden, rank.number, len(names.up), names.gated), strict=True)
         pieces += [_Piece(f"{inside}.{name}", layers[name], own) for name, own in rows.items()]
         for name, inputs in ((names.projection, share.widths), (names.down, hidden)):
-            pieces.append(_gathered(f"{inside}.{name}", layers[name], group, rank, inputs))
+            pieces.append(_gathered(f"{inside}.{name}", layers[name], rank, inputs))
     return pieces
 
 
-def _of_head(model: nn.Module, architecture: Architecture, group: Group, rank: int) -> _Piece | None:
+def _of_head(model: nn.Module, architecture: Architecture, rank: _Rank) -> _Piece | None:
     """None of a head in floating point that stays whole: there is no kernel for it here whose sums do not depend on the
     number of outputs. Of one that is an embedding's weight a view is left: tokens need all of that."""
     embeddings: Any = model.get_submodule(architecture.names.token_embeddings)
     head: Any = model.get_submodule(architecture.names.head)
     if isinstance(head, nn.Linear):
-        device = torch.device(group.device_type)
+        device = torch.device(rank.group.device_type)
         if head.bias is not None or not decode.takes_logits(device, head.weight.dtype, head.in_features):
             return None
     is_tied = getattr(head, "weight", None) is embeddings.weight
-    return _gathered(architecture.names.head, head, group, rank, shares=is_tied)
+    return _gathered(architecture.names.head, head, rank, shares=is_tied)
 
 
 def _gathered(
-    name: str, layer: nn.Module, group: Group, rank: int, inputs: tuple[int, ...] | None = None, *, shares: bool = False
+    name: str, layer: nn.Module, rank: _Rank, inputs: tuple[int, ...] = (), *, shares: bool = False
 ) -> _Piece:
+    """inputs: of each rank, where what the layer reads is split as well."""
+    group = rank.group
     outputs = split(_sizes(layer)[0], group.ranks, _unit([layer]))
-    gather_input = None if inputs is None else group.gatherer(inputs)
-    return _Piece(name, layer, [part(outputs, rank)], group.gatherer(outputs), gather_input, shares)
+    gather_input = group.gatherer(inputs) if inputs else None
+    columns = tuple(part(inputs, number) for number in range(len(inputs)))
+    adds = Sum(group) if rank.fast and inputs else None
+    own = [part(outputs, rank.number)]
+    return _Piece(name, layer, own, group.gatherer(outputs), gather_input, shares, columns, adds)
 
 
 def _sizes(layer: Any) -> tuple[int, int]:

@@ -1,0 +1,161 @@
+"""Passes over rows that ranks have parts of: the bits of a gather and the pass that one GPU runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inbox import CAPACITY, Alone, on_gpu, rows_call
+from octofuse import _C
+from octofuse.ops._calls import RowsCall
+from octofuse.ops.peers import COUNTERS
+
+pytestmark = pytest.mark.gpu
+
+E4M3 = torch.float8_e4m3fn
+# What is done to a row, and to what it is quantised.
+PASSES: dict[str, dict[str, Any]] = {
+    "copy": {},
+    "int8": {"quantize": True},
+    "int8, given": {"quantize": True, "scale": 0.03},
+    "e4m3": {"quantize": True, "q_dtype": E4M3},
+}
+OPS = ("copy", "rms_norm", "layer_norm", "gated_activation")
+SIZES = ((8,), (40, 8, 264), (384, 384), (2048, 2048), (3072, 2048, 3072), (8192, 8192))
+
+
+def parts_of(rows: int, sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    made = torch.Generator().manual_seed(rows + 7 * sum(sizes))
+    return [torch.randn(rows, size, generator=made).to(dtype) * (1 + r) for r, size in enumerate(sizes)]
+
+
+def weights(op: str, cols: int, dtype: torch.dtype) -> dict[str, Any]:
+    if op == "gated_activation":
+        return {"activation": "silu"}
+    if not op.endswith("norm"):
+        return {}
+    weight = (torch.arange(cols) % 17 / 8 - 1).to(dtype)
+    return {"weight": weight, "bias": weight.flip(0) if op == "layer_norm" else None}
+
+
+def equal(got: list[Tensor], want: list[Tensor]) -> bool:
+    def bits(tensor: Tensor) -> Tensor:
+        return tensor.view(torch.uint8).cpu() if tensor.element_size() == 1 else tensor.cpu()
+
+    return len(got) == len(want) and all(torch.equal(bits(a), bits(b)) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 33, COUNTERS])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("op", OPS)
+def test_rows_are_gathered(op: str, sizes: tuple[int, ...], rows: int) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        for name, options in PASSES.items():
+            if max(sizes) * rows * 2 > CAPACITY:
+                continue
+            rank = len(sizes) // 2
+            alone = Alone(rank, len(sizes))
+            affine = weights(op, sum(sizes), torch.float32 if name == "e4m3" else dtype)
+            gates = parts_of(rows, sizes, dtype) if op == "gated_activation" else None
+            for call_number in range(2):
+                parts = [part + call_number for part in parts_of(rows, sizes, dtype)]
+                whole, own = torch.cat(parts, 1), parts[rank]
+                if gates is not None:  # every rank multiplies by its own gates before it sends
+                    whole = torch.cat([*gates, whole], 1)
+                    own = torch.cat([gates[rank], own], 1)
+                    pairs = [torch.cat(pair, 1).cuda() for pair in zip(gates, parts, strict=True)]
+                    parts = [_C.rows(rows_call(pair, op, **affine))[0].cpu() for pair in pairs]
+                want = _C.rows(on_gpu(rows_call(whole, op, **affine, **options)))
+                call = on_gpu(rows_call(own, op, **affine, **options))
+                alone.expect(parts)
+                assert alone.inboxes.takes_rows(call, sizes)
+                got = alone.inboxes.rows(call, sizes)
+                assert equal(got, want), (dtype, name, call_number)
+                assert all(torch.equal(one, parts[rank]) for one in alone.sent(parts[rank]))
+            assert bool((alone.inboxes.calls == 2).all())
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("cols", [8, 768, 4096, 8192])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_rows_are_added(ranks: int, cols: int, rows: int) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        alone = Alone(ranks - 1, ranks)
+        sizes = (cols,) * ranks
+        for options in PASSES.values():
+            parts = parts_of(rows, sizes, dtype)
+            total = torch.zeros(rows, cols)
+            for part in parts:
+                total += part.float()
+            want = [*_C.rows(on_gpu(rows_call(total.to(dtype), "rms_norm", **options))), total.to(dtype)]
+            call = on_gpu(rows_call(parts[-1], "rms_norm", **options))
+            alone.expect(parts)
+            assert equal(alone.inboxes.rows(call, sizes, adds=True), want)
+            alone.expect(parts)
+            alone_call = on_gpu(rows_call(parts[-1], "copy"))
+            assert equal(alone.inboxes.rows(alone_call, sizes, adds=True), [total.to(dtype)])
+
+
+def test_a_captured_row_of_calls() -> None:
+    """Each reads what the one before has written, and counts on: rank 0 of 1 alone, whose parts are whole rows."""
+    alone = Alone(0, 1)
+    x = torch.randn(2, 2048, dtype=torch.float16).cuda()
+    weight = torch.rand(2048).cuda()
+
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(5):
+            x = alone.inboxes.rows(rows_call(x, "rms_norm", weight=weight), (2048,))[0]
+            x = alone.inboxes.gather(x, (2048,))
+        return alone.inboxes.rows(rows_call(x, "copy", quantize=True), (2048,))[0]
+
+    want = chain(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(x)
+    for _ in range(3):
+        graph.replay()
+    assert torch.equal(got, want)
+    assert bool((alone.inboxes.calls == 4 * 11).all())
+
+
+@pytest.mark.parametrize("size", [2, 20, 4096, 1 << 17])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_gather(rows: int, size: int) -> None:
+    sizes = (size, 2 * size, size)
+    alone = Alone(2, 3)
+    fits = 2 * size * rows * 4 <= CAPACITY
+    assert alone.inboxes.takes(torch.empty(rows, size), sizes) == fits
+    for number in range(3 if fits else 0):
+        parts = [part + number for part in parts_of(rows, sizes, torch.float32)]
+        alone.expect(parts)
+        got = alone.inboxes.gather(parts[2].cuda(), sizes)
+        assert torch.equal(got.cpu(), torch.cat(parts, 1))
+        assert all(torch.equal(one, parts[2]) for one in alone.sent(parts[2]))
+    assert bool((alone.inboxes.calls == alone.number).all())
+
+
+def refused(call: RowsCall, sizes: tuple[int, ...], adds: bool = False) -> str:
+    with pytest.raises((TypeError, ValueError)) as found:
+        Alone(0, len(sizes)).inboxes.rows(call, sizes, adds=adds)
+    return str(found.value)
+
+
+def test_refusals() -> None:
+    x = torch.randn(2, 64, dtype=torch.float16).cuda()
+    assert "x: expected dtype" in refused(rows_call(x.float(), "copy"), (64, 64))
+    assert "x: expected 32 columns, got 64" in refused(rows_call(x, "copy"), (32, 64))
+    assert "x: expected 64 columns, got 32" in refused(rows_call(x, "gated_activation", activation="silu"), (64, 64))
+    assert "sizes: expected rows of multiples of 16 bytes" in refused(rows_call(x, "copy"), (64, 12))
+    assert "residual: expected None, got a tensor" in refused(rows_call(x, "rms_norm", residual=x), (64, 64))
+    assert "a copy of at most 256 rows" in refused(rows_call(x, "activation", activation="silu"), (64, 64))
+    assert "a copy of at most 256 rows" in refused(rows_call(x.new_zeros(257, 64), "copy"), (64, 64))
+    assert "and 16384 columns" in refused(rows_call(x.new_zeros(1, 16384), "rms_norm"), (16384, 8))
+    blocks = rows_call(x, "copy", quantize=True, q_dtype=E4M3, q_block=True)
+    assert not Alone(0, 2).inboxes.takes_rows(blocks, (64, 64))
+    assert "a copy of at most 256 rows" in refused(blocks, (64, 64))
+    assert "weight: expected a contiguous tensor of shape [128]" in refused(
+        rows_call(x, "rms_norm", weight=torch.ones(64).cuda()), (64, 64)
+    )
