@@ -9,12 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import octofuse
 from helpers import PROMPTS
@@ -107,6 +111,7 @@ WIDER: dict[str, dict[str, Any]] = {
 
 
 def differences_on_gpus(mesh: DeviceMesh, cases: list[tuple[str, str]]) -> list[str]:
+    """Logits of the engine, of few tokens and many, and of the model's own forward; and tokens."""
     wrong = []
     for kind, scheme in cases:
         plain = small(kind, **WIDER.get(kind, WIDE))
@@ -114,12 +119,22 @@ def differences_on_gpus(mesh: DeviceMesh, cases: list[tuple[str, str]]) -> list[
         tokens = tokens_of(3, 20).cuda()
         whole = copy.deepcopy(model)
         want, new = decoded_logits(whole, tokens, 14), Generator(whole)(PROMPTS, 20)
+        many = [prompt * 7 for prompt in PROMPTS] * 40  # more than fits an inbox, and than a call has rows
+        new_of_many = Generator(whole)(many, 5)
+        with torch.no_grad():
+            forward = whole(tokens).logits
         generator = Generator(model, mesh=mesh)
         got = decoded_logits(model, tokens, 14)
         if not torch.equal(got, want):
             wrong.append(f"{kind}, {scheme}: logits {float((got - want).abs().max())}")
         if generator(PROMPTS, 20) != new:
             wrong.append(f"{kind}, {scheme}: tokens")
+        if generator(many, 5) != new_of_many:
+            wrong.append(f"{kind}, {scheme}: tokens of many")
+        with torch.no_grad():
+            own = model(tokens).logits
+        if not torch.equal(own, forward):
+            wrong.append(f"{kind}, {scheme}: its own forward {float((own - forward).abs().max())}")
     return wrong
 
 
@@ -196,6 +211,8 @@ def differences_of_fast_sums(mesh: DeviceMesh, cases: list[tuple[str, str]]) -> 
         model = small(kind, **(WIDER.get(kind, WIDE) if kind in ("llama", "gpt2", "opt") else more))
         quantize_(model, scheme, [tokens_of(2, 30)], progress=False)
         tokens = tokens_of(3, 20)
+        if mesh.device_type == "cuda":
+            model, tokens = on_gpu(model), tokens.cuda()
         want = decoded_logits(copy.deepcopy(model), tokens, 14)
         forward = copy.deepcopy(model)(tokens).logits
         shard_(model, FastSums(mesh))
@@ -220,13 +237,34 @@ def test_fast_sums(ranks: int, tmp_path: Path) -> None:
             assert layers > 0, name
 
 
+def needs_gpus(count: int) -> None:
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_give_the_bits_of_one(tmp_path: Path) -> None:
-    cases = [("llama", scheme) for scheme in ("w8a8-dynamic", "w8a8-static", "fp8-dynamic", "fp8-static", "llm-int8")]
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_gpus_give_the_bits_of_one(ranks: int, tmp_path: Path) -> None:
+    """More of them than heads of keys and values, too; and a vocabulary that no number of them divides."""
+    needs_gpus(ranks)
+    eight_bits = ("w8a8-dynamic", "w8a8-static", "w8a8-static-tensor", "fp8-dynamic", "fp8-static", "llm-int8")
+    cases = [("llama", scheme) for scheme in (*eight_bits, "w4a8-g128", "w3a8")]
     cases += [(kind, scheme) for kind in ("gpt2", "opt", "qwen3") for scheme in ("w8a8-dynamic", "fp8-static")]
-    cases += [("llama", "w4a8-g128"), ("qwen3", "w4a8")]
-    assert on_ranks(2, tmp_path, differences_on_gpus, cases, device="cuda") == [[], []]
+    cases += [("qwen3", "w4a8"), ("gpt2", "w4a8-g32"), ("opt", "w8a8-static")]
+    if ranks == 8:
+        cases = [case for case in cases if case[0] in ("llama", "qwen3")]  # of eight heads
+    assert on_ranks(ranks, tmp_path, differences_on_gpus, cases, device="cuda") == [[]] * ranks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fast_sums_on_gpus(ranks: int, tmp_path: Path) -> None:
+    needs_gpus(ranks)
+    cases = [("llama", scheme) for scheme in ("w8a8-dynamic", "w8a8-static", "fp8-dynamic", "w4a16-g32-zp", "w4a8-g32")]
+    for found in on_ranks(ranks, tmp_path, differences_of_fast_sums, cases, device="cuda"):
+        for name, off, layers in found:
+            assert off < (5e-3 if "a16" in name else 0.06), name
+            assert layers > 0, name
 
 
 # ---- what is refused ----
@@ -311,6 +349,31 @@ def test_a_rank_that_ends_does_not_leave_the_others_waiting(tmp_path: Path) -> N
     assert other == "gone"
     assert re.match("rank 0 of 2: could not gather .* bytes of every rank: one has ended or is out of reach", first)
     assert time.perf_counter() - start < 120
+
+
+def left_alone_on_a_gpu(rank: int, folder: str) -> None:
+    """Without a word to the others: rank 0 says what it found and ends at once, its device being unusable."""
+    torch.cuda.set_device(rank)
+    limit = timedelta(seconds=8)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
+    generator = Generator(on_gpu(quantised_as("w8a8-dynamic")), mesh=init_device_mesh("cuda", (2,)))
+    generator(PROMPTS, 8)
+    if rank == 0:
+        start = time.monotonic()
+        try:
+            generator(PROMPTS, 8)
+        except RuntimeError as error:
+            Path(folder, "found").write_text(f"{time.monotonic() - start} {error}")
+    os._exit(0)
+
+
+@pytest.mark.gpu
+def test_a_rank_that_ends_on_gpus(tmp_path: Path) -> None:
+    needs_gpus(2)
+    mp.start_processes(left_alone_on_a_gpu, (str(tmp_path),), 2, start_method="spawn")
+    seconds, _, said = (tmp_path / "found").read_text().partition(" ")
+    assert re.match("rank 0 of 2: an exchange with other ranks failed: one has ended, or kept the others waiting", said)
+    assert float(seconds) < 30
 
 
 def test_the_command_on_two_ranks() -> None:

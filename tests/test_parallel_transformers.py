@@ -18,7 +18,7 @@ from octofuse.nn import GatheredLinear
 from octofuse.parallel import shard_
 from ranks import DeviceMesh, on_ranks
 from test_engine_families import tokens_of
-from test_parallel import FAMILIES, model_of
+from test_parallel import FAMILIES, model_of, needs_gpus
 
 base = pytest.importorskip("transformers.quantizers.base")
 needs_plans = pytest.mark.skipif(
@@ -29,8 +29,9 @@ TOKENS = tokens_of(3, 20)
 
 def outputs(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits, and what its own generate adds to a prompt."""
+    tokens = TOKENS.to(model.device)
     with torch.no_grad():
-        return model(TOKENS).logits, model.generate(TOKENS[:1, :5], max_new_tokens=6, do_sample=False)
+        return model(tokens).logits, model.generate(tokens[:1, :5], max_new_tokens=6, do_sample=False)
 
 
 def own_forward(mesh: DeviceMesh, cases: list[tuple[str, str, str]]) -> list[str]:
@@ -96,14 +97,18 @@ def loaded(mesh: DeviceMesh, folder: str) -> list[str]:
     for path in sorted(Path(folder).iterdir()):
         scheme = path.name.partition(" ")[2]
         more = {"quantization_config": octofuse.OctofuseConfig(scheme)} if scheme else {}
-        want = outputs(AutoModelForCausalLM.from_pretrained(path, **more))
+        want = outputs(AutoModelForCausalLM.from_pretrained(path, **more).to(mesh.device_type))
         model = AutoModelForCausalLM.from_pretrained(path, **more, **ranks)
+        if model.device.type != mesh.device_type:
+            wrong.append(f"{path.name}: on {model.device}")
         if not any(isinstance(module, GatheredLinear) for module in model.modules()):
             wrong.append(f"{path.name}: whole")
         if not torch.allclose(outputs(model)[0], want[0], atol=1e-5 if "w4" in scheme else 0, rtol=0):
             wrong.append(path.name)
         if not torch.equal(outputs(model)[1], want[1]):
             wrong.append(f"{path.name}: tokens")
+    if mesh.device_type == "cuda":
+        return wrong
     heads = {"quantization_config": octofuse.OctofuseConfig("w8a8-dynamic", {"lm_head": "w8a8-dynamic"})}
     path = Path(folder) / "llama w8a8-dynamic"
     model, whole = (AutoModelForCausalLM.from_pretrained(path, **heads, **own) for own in (ranks, {}))
@@ -115,20 +120,42 @@ def loaded(mesh: DeviceMesh, folder: str) -> list[str]:
 @needs_plans
 def test_transformers_loads_parts(tmp_path: Path) -> None:
     """Prequantised and on load, also of families for which transformers has no plan."""
-    folder = tmp_path / "models"
+    write_models(tmp_path / "models")
+    assert on_ranks(2, tmp_path / "ranks", loaded, str(tmp_path / "models")) == [[]] * 2
+
+
+@pytest.mark.gpu
+@needs_plans
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_transformers_loads_parts_on_gpus(ranks: int, tmp_path: Path) -> None:
+    needs_gpus(ranks)
+    write_models(tmp_path / "models")
+    assert on_ranks(ranks, tmp_path / "ranks", loaded, str(tmp_path / "models"), device="cuda") == [[]] * ranks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_own_door_on_gpus(ranks: int, tmp_path: Path) -> None:
+    needs_gpus(ranks)
+    for scheme in ("w8a8-dynamic", "w4a16-g32", "bcq-q2-g32"):
+        octofuse.save_pretrained(model_of("llama", scheme), tmp_path / "models" / scheme)
+    assert on_ranks(ranks, tmp_path / "ranks", own_door, str(tmp_path / "models"), device="cuda") == [[]] * ranks
+
+
+def write_models(folder: Path) -> None:
     for family in ("llama", "opt", "gpt2"):
         model = model_of(family, None)
         for scheme in ("w8a8-dynamic", "w4a16-g32"):
             model.save_pretrained(folder / f"{family} {scheme}")
         octofuse.save_pretrained(quantize_(model, "w8a8-dynamic", progress=False), folder / family)
-    assert on_ranks(2, tmp_path / "ranks", loaded, str(folder)) == [[]] * 2
 
 
 def own_door(mesh: DeviceMesh, folder: str) -> list[str]:
     """Folders of which from_pretrained(mesh=) gives other bits."""
     wrong = []
     for path in sorted(Path(folder).iterdir()):
-        want, got = (outputs(octofuse.from_pretrained(path, mesh=own))[0] for own in (None, mesh))
+        whole = octofuse.from_pretrained(path, mesh.device_type)
+        want, got = outputs(whole)[0], outputs(octofuse.from_pretrained(path, mesh=mesh))[0]
         if not torch.allclose(got, want, atol=0 if path.name.startswith("w8a8") else 1e-5, rtol=0):
             wrong.append(path.name)
     return wrong

@@ -229,6 +229,7 @@ class Generator:
         look_every = 1 if on_token is not None else LOOK_EVERY if stops else most
         while True:
             if count == most or count - done >= look_every:
+                session.decoder.settle()
                 for row, new in zip(tokens, session.history[:, done:count].tolist(), strict=True):
                     row += new
                 for at in range(done, count):

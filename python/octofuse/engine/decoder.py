@@ -51,6 +51,7 @@ class Decoder:
         self.cache_kind = cache
         names = self.architecture.names
         share = share_of(model)
+        self.group = None if share is None else share.group
         self.heads = self.architecture.heads if share is None else share.heads
         self.positions, self.vocabulary = self.architecture.positions, self.architecture.vocabulary
         embeddings: Any = model.get_submodule(names.token_embeddings)
@@ -101,6 +102,11 @@ class Decoder:
         pads = self.device.type == "cuda" and not self.streams_head
         rows = self.token_embeddings.new_zeros(HEAD_ROWS, self.width) if pads else None
         return Cache(codes, scales, self.fixed_scales, rotary, scratch, rows)
+
+    def settle(self) -> None:
+        """Waits for what ranks exchange, no longer than their time limit: RuntimeError where one has ended."""
+        if self.group is not None:
+            self.group.settle(self.device)
 
     def bytes_of_weights(self) -> int:
         """The model's tensors, and what was copied of them, each byte once however many share it."""

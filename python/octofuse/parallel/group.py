@@ -24,6 +24,9 @@ from octofuse.ops._guard import refuse_gradients
 from octofuse.ops.peers import MOST_RANKS, Inboxes
 from octofuse.parallel.inboxes import make_inboxes
 
+LIMIT = 600.0  # seconds, where a backend has no timeout of its own
+GRACE = 5.0  # seconds that the device has to find that out first
+
 # Newer versions of torch call it otherwise, and warn of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -137,7 +140,7 @@ class Group:
             return None
         if not self._asked and not torch.cuda.is_current_stream_capturing():
             self._asked = True
-            self._inboxes = make_inboxes(self._group, self.rank, self.ranks, device)
+            self._inboxes = make_inboxes(self._group, self.rank, self.ranks, device, self.limit)
         return self._inboxes
 
     @contextmanager
@@ -149,6 +152,31 @@ class Group:
             raise RuntimeError(
                 f"{self}: could not gather {own.nbytes:,} bytes of every rank: one has ended or is out of reach ({error})"
             ) from error
+
+    def settle(self, device: torch.device) -> None:
+        """Waits for what this device was given, exchanges among it: RuntimeError where one takes longer than the group's
+        time limit, since then a rank has ended or does not make the same calls."""
+        if device.type != "cuda":
+            return
+        limit = self.limit
+        done, end = torch.cuda.Event(), time.monotonic() + limit + GRACE
+        try:
+            done.record(torch.cuda.current_stream(device))
+            while not done.query():
+                if time.monotonic() > end:
+                    raise RuntimeError("the device is still busy")
+        except RuntimeError as error:  # a kernel that has waited for so long is an error of the device
+            raise RuntimeError(
+                f"{self}: an exchange with other ranks failed: one has ended, or kept the others waiting for more than "
+                f"{limit:g} seconds ({str(error).splitlines()[0]})"
+            ) from error
+
+    @property
+    def limit(self) -> float:
+        """Seconds that a rank may let the others wait: the process group's timeout."""
+        options: Any = getattr(self._group._get_backend(torch.device(self.device_type)), "options", None)
+        timeout: Any = getattr(options, "_timeout", None)
+        return timeout.total_seconds() if timeout is not None else LIMIT
 
     def check_alike(self, described: dict[str, str]) -> None:
         """ValueError, on every rank, that names what differs between ranks; of the versions in any case."""

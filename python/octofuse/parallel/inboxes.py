@@ -11,16 +11,18 @@ import torch.distributed as dist
 from octofuse.ops.peers import COUNTERS, Inboxes, inbox_bytes
 
 CAPACITY = 1 << 19  # bytes of a rank's part; larger ones go by NCCL
-LIMIT = 600.0  # seconds that a rank may let the others wait
 
 _log = logging.getLogger(__name__)
 
 
-def make_inboxes(group: Any, rank: int, ranks: int, device: torch.device) -> Inboxes | None:
-    """On every rank of the group at once; None on all of them, with a warning that says why, where one has none."""
+def make_inboxes(group: Any, rank: int, ranks: int, device: torch.device, limit: float) -> Inboxes | None:
+    """On every rank of the group at once; None on all of them, with a warning that says why, where one has none.
+
+    limit: seconds that a rank may let the others wait.
+    """
     found, reason = None, ""
     try:
-        found = _made(group, rank, ranks, device)
+        found = _made(group, rank, ranks, device, limit)
     except Exception as error:  # of torch's own memory: it must not keep a model from running
         reason = f"{type(error).__name__}: {error}"
     reasons: list[Any] = [None] * ranks
@@ -35,7 +37,7 @@ def make_inboxes(group: Any, rank: int, ranks: int, device: torch.device) -> Inb
     return found
 
 
-def _made(group: Any, rank: int, ranks: int, device: torch.device) -> Inboxes:
+def _made(group: Any, rank: int, ranks: int, device: torch.device, limit: float) -> Inboxes:
     import torch.distributed._symmetric_memory as symmetric
 
     with torch.cuda.device(device):
@@ -45,4 +47,4 @@ def _made(group: Any, rank: int, ranks: int, device: torch.device) -> Inboxes:
         torch.cuda.synchronize(device)  # what is zeroed now must not be written to before
         handle = symmetric.rendezvous(memory, group)
         addresses = tuple(int(address) for address in handle.buffer_ptrs)
-    return Inboxes(rank, addresses, memory, calls, CAPACITY, LIMIT)
+    return Inboxes(rank, addresses, memory, calls, CAPACITY, limit)

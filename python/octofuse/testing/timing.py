@@ -62,8 +62,13 @@ def source_hash() -> str | None:
     return run.stdout.strip() or None
 
 
-def energy(call: Callable[[], Any], device: torch.device, seconds: float = 1.5) -> tuple[float | None, float | None]:
-    """Joules of one call and the mean power in watts, from the card's counter; None without nvidia-ml-py or a GPU."""
+def energy(
+    call: Callable[[], Any], device: torch.device, seconds: float = 1.5, *, count: int | None = None
+) -> tuple[float | None, float | None]:
+    """Joules of one call and the mean power in watts, from the card's counter; None without nvidia-ml-py or a GPU.
+
+    count: of calls, where several processes have to make as many; else they take `seconds`.
+    """
     try:
         import pynvml
     except ImportError:
@@ -74,7 +79,7 @@ def energy(call: Callable[[], Any], device: torch.device, seconds: float = 1.5) 
     handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
     torch.cuda.synchronize(device)
     before, began, calls = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
+    while time.perf_counter() - began < seconds if count is None else calls < count:
         call()
         torch.cuda.synchronize(device)
         calls += 1
