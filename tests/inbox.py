@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from octofuse.ops._calls import RowsCall
-from octofuse.ops.peers import COUNTERS, Inboxes, inbox_bytes
+from octofuse.ops.peers import CHUNK, COUNTERS, Inboxes, inbox_bytes
 
 CAPACITY = 1 << 20
+BULK = 40 * CHUNK
 
 
 class Alone:
@@ -19,15 +20,16 @@ class Alone:
     def __init__(self, rank: int, ranks: int) -> None:
         self.ranks, self.number = ranks, 0
         # From the host: initcheck does not see what torch's own kernels write.
-        size = inbox_bytes(CAPACITY, ranks) // 4
+        size = inbox_bytes(CAPACITY, BULK, ranks) // 4
         self.memories = [torch.zeros(size, dtype=torch.int32).cuda() for _ in range(ranks)]
         calls = torch.zeros(COUNTERS, dtype=torch.int32).cuda()
         addresses = tuple(memory.data_ptr() for memory in self.memories)
-        self.inboxes = Inboxes(rank, addresses, self.memories[rank], calls, CAPACITY, 5.0)
+        self.inboxes = Inboxes(rank, addresses, self.memories[rank], calls, CAPACITY, BULK, 5.0)
 
     def lines(self, memory: Tensor, sender: int) -> Tensor:
         """int32 `[units, 4]`: where the sender's part of the next call lies."""
-        return memory.view(2, self.ranks, -1, 4)[self.number % 2, sender]
+        lines = memory[: self.ranks * CAPACITY].view(2, self.ranks, -1, 4)
+        return lines[self.number % 2, sender]
 
     def expect(self, parts: list[Tensor]) -> None:
         """Of every rank, on the host; this one's is not sent."""
@@ -39,6 +41,27 @@ class Alone:
             number = torch.full((len(words),), self.number, dtype=torch.int32)
             sent = torch.stack([words[:, 0], number, words[:, 1], number], 1)
             self.lines(self.inboxes.memory, sender)[: len(words)] = sent.cuda()
+
+    def bulk(self, memory: Tensor, sender: int) -> tuple[Tensor, Tensor]:
+        """int32: what the sender brings in bulk in the next call, and its flags."""
+        behind = memory[self.ranks * CAPACITY :]
+        data = behind[: self.ranks * BULK // 2].view(2, self.ranks, -1)[self.number % 2, sender]
+        return data, behind[self.ranks * BULK // 2 :].view(self.ranks, -1)[sender]
+
+    def expect_bulk(self, parts: list[Tensor]) -> list[list[Tensor]]:
+        """The same in bulk, in at most two pieces, which are returned."""
+        at_once = BULK // max(part.shape[1] * part.element_size() for part in parts)
+        pieces = list(zip(*(part.split(at_once) for part in parts), strict=True))
+        assert len(pieces) <= 2
+        for piece in pieces:
+            self.number += 1
+            for sender, part in enumerate(piece):
+                if sender != self.inboxes.rank:
+                    data, flags = self.bulk(self.inboxes.memory, sender)
+                    words = part.contiguous().view(torch.int32).flatten()
+                    data[: words.numel()] = words.cuda()
+                    flags[: -(-part.numel() * part.element_size() // CHUNK)] = self.number
+        return [list(piece) for piece in pieces]
 
     def sent(self, part: Tensor) -> list[Tensor]:
         """What every other rank has got of this one's part, which was shaped like `part`."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from octofuse.generate import Generator
 from octofuse.models import quantize_
 from octofuse.models.architecture import Heads
 from octofuse.nn import SummedLinear, columns_of, cuts_columns, quantised_layer, rows_of
+from octofuse.nn.parted import Parted
 from octofuse.parallel import FastSums, Group, shard_
 from octofuse.parallel.plan import HeadShare, part, split
 from octofuse.quant import scheme_named
@@ -108,6 +110,29 @@ WIDER: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 256, "vocab_size": 1001},
     "opt": WIDE | {"ffn_dim": 528, "word_embed_proj_dim": 256, "num_key_value_heads": 4},
 }
+
+
+def differences_of_many(mesh: DeviceMesh, cases: list[tuple[str, str]]) -> list[str]:
+    """Prompts whose parts are quantised before they travel."""
+    wrong = []
+    for kind, scheme in cases:
+        model = quantize_(small(kind, **WIDER.get(kind, WIDE)), scheme, [tokens_of(2, 30)], progress=False)
+        many = [prompt * 7 for prompt in PROMPTS] * 6
+        want = Generator(copy.deepcopy(model))(many, 3)
+        generator = Generator(model, mesh=mesh)
+        with patch.object(Parted, "_quantised_before", autospec=True, side_effect=Parted._quantised_before) as seen:
+            got = generator(many, 3)
+        if got != want:
+            wrong.append(f"{kind}, {scheme}: tokens")
+        if not seen.called:
+            wrong.append(f"{kind}, {scheme}: nothing was quantised before")
+    return wrong
+
+
+def test_many_tokens_travel_in_eight_bits(tmp_path: Path) -> None:
+    cases = [("llama", scheme) for scheme in ("w8a8-dynamic", "w8a8-static", "fp8-dynamic", "w4a8-g32")]
+    cases += [("opt", "w8a8-dynamic"), ("opt", "fp8-static")]
+    assert on_ranks(2, tmp_path, differences_of_many, cases) == [[]] * 2
 
 
 def differences_on_gpus(mesh: DeviceMesh, cases: list[tuple[str, str]]) -> list[str]:

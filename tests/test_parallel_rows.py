@@ -11,7 +11,7 @@ from torch import Tensor
 from inbox import CAPACITY, Alone, on_gpu, rows_call
 from octofuse import _C
 from octofuse.ops._calls import RowsCall
-from octofuse.ops.peers import COUNTERS
+from octofuse.ops.peers import MOST_ROWS
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +48,7 @@ def equal(got: list[Tensor], want: list[Tensor]) -> bool:
     return len(got) == len(want) and all(torch.equal(bits(a), bits(b)) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 33, COUNTERS])
+@pytest.mark.parametrize("rows", [1, 3, 33, MOST_ROWS])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("op", OPS)
 def test_rows_are_gathered(op: str, sizes: tuple[int, ...], rows: int) -> None:
@@ -135,6 +135,45 @@ def test_a_gather(rows: int, size: int) -> None:
         assert torch.equal(got.cpu(), torch.cat(parts, 1))
         assert all(torch.equal(one, parts[2]) for one in alone.sent(parts[2]))
     assert bool((alone.inboxes.calls == alone.number).all())
+
+
+@pytest.mark.parametrize("rows", [300, 320, 600])
+@pytest.mark.parametrize("rank", range(3))
+def test_a_gather_in_bulk(rank: int, rows: int) -> None:
+    """Of more than travels with its numbers; 600 rows in two pieces."""
+    sizes = (2048, 1032, 2040)
+    alone = Alone(rank, 3)
+    for number in range(3):
+        parts = [part + number for part in parts_of(rows, sizes, torch.float16)]
+        pieces = alone.expect_bulk(parts)
+        assert len(pieces) == (2 if rows > 320 else 1)
+        assert alone.inboxes.takes(parts[rank], sizes)
+        got = alone.inboxes.gather(parts[rank].cuda(), sizes)
+        assert torch.equal(got.cpu(), torch.cat(parts, 1))
+        for other, memory in enumerate(alone.memories):
+            if other != rank:
+                data, flags = alone.bulk(memory, rank)
+                last = pieces[-1][rank].contiguous().view(torch.int32).flatten()
+                assert torch.equal(data[: last.numel()].cpu(), last)
+                assert int(flags[0]) == alone.number
+    assert bool((alone.inboxes.calls == alone.number).all())
+
+
+def test_a_scale_of_parts() -> None:
+    """Rows of zeros find scale 0; given scales, one for each row."""
+    x = torch.randn(40, 128, dtype=torch.float16)
+    x[3] = 0
+    call = rows_call(x, "copy", quantize=True)
+    whole, part = _C.rows(call), _C.rows(call._replace(of_part=True))
+    assert float(whole[1][3]) == 1
+    assert float(part[1][3]) == 0
+    assert torch.equal(part[1][torch.arange(40) != 3], whole[1][torch.arange(40) != 3])
+    given = call._replace(scale=whole[1], of_part=True)
+    assert equal(_C.rows(given), whole[:1])
+    assert equal(_C.rows(on_gpu(call._replace(of_part=True))), part)
+    assert equal(_C.rows(on_gpu(given)), whole[:1])
+    with pytest.raises(ValueError, match="scale: expected one element, got shape"):
+        _C.rows(given._replace(of_part=False))
 
 
 def refused(call: RowsCall, sizes: tuple[int, ...], adds: bool = False) -> str:

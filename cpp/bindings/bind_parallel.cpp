@@ -1,6 +1,7 @@
 // What ranks gather from each other over peer memory; tensors are on a GPU.
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <numeric>
 #include <vector>
 
@@ -17,7 +18,7 @@ namespace {
 // Of one rank's process: addresses[r], of memory of rank r's that this GPU may write to (parallel.h); calls int32
 // [kCallCounters].
 Peers parse_peers(int rank, const std::vector<uint64_t>& addresses, py::handle calls_object, int64_t capacity,
-                  double limit, const TensorView& x) {
+                  int64_t bulk, double limit, const TensorView& x) {
   const TensorView calls(calls_object, "calls");
   const int ranks = static_cast<int>(addresses.size());
   if (x.on_cpu()) refuse<ValueError>("x", "a tensor on a GPU", "one on the CPU");
@@ -26,6 +27,11 @@ Peers parse_peers(int rank, const std::vector<uint64_t>& addresses, py::handle c
   }
   if (capacity < 1 || capacity > kMaxGather) {
     refuse<ValueError>("capacity", "1 to " + std::to_string(kMaxGather) + " bytes", std::to_string(capacity));
+  }
+  if (bulk < 0 || bulk > kMaxGather || bulk % kBulkChunk != 0) {
+    refuse<ValueError>("bulk",
+                       "a multiple of " + std::to_string(kBulkChunk) + ", at most " + std::to_string(kMaxGather),
+                       std::to_string(bulk));
   }
   expect_dtype(calls, {DType::kInt32});
   expect_same_device(calls, x);
@@ -36,6 +42,7 @@ Peers parse_peers(int rank, const std::vector<uint64_t>& addresses, py::handle c
   peers.ranks = ranks;
   peers.rank = rank;
   peers.capacity = capacity;
+  peers.bulk = bulk;
   peers.calls = reinterpret_cast<uint32_t*>(calls.data<int32_t>());
   peers.limit = static_cast<uint64_t>(limit * 1e9);
   for (int r = 0; r < ranks; ++r) peers.inboxes[r] = reinterpret_cast<void*>(addresses[static_cast<size_t>(r)]);
@@ -44,17 +51,17 @@ Peers parse_peers(int rank, const std::vector<uint64_t>& addresses, py::handle c
 
 // sizes: elements of a row of each rank, whole units of bytes, that fit its part of an inbox.
 void expect_sizes(const std::vector<int64_t>& sizes, const Peers& peers, int64_t width, int64_t element, int64_t unit,
-                  int64_t rows) {
+                  int64_t rows_at_once) {
   if (static_cast<int>(sizes.size()) != peers.ranks) {
     refuse<ValueError>("sizes", "one for each rank", std::to_string(sizes.size()));
   }
   for (const int64_t size : sizes) {
     const int64_t bytes = size * element;
-    if (size < 1 || bytes % unit != 0 || bytes * rows > peers.capacity) {
+    if (size < 1 || bytes % unit != 0 || bytes * rows_at_once > peers.capacity) {
       refuse<ValueError>("sizes",
                          "rows of multiples of " + std::to_string(unit) + " bytes, at most " +
                              std::to_string(peers.capacity) + " in all",
-                         std::to_string(bytes) + " in " + std::to_string(rows) + " rows");
+                         std::to_string(bytes) + " in " + std::to_string(rows_at_once) + " rows");
     }
   }
   const int64_t own = sizes[static_cast<size_t>(peers.rank)];
@@ -70,17 +77,21 @@ void expect_aligned(const TensorView& x, size_t bytes) {
 
 // x [..., sizes[rank]] -> [..., sum of sizes].
 py::object gather_op(py::handle x_object, const std::vector<int64_t>& sizes, int rank,
-                     const std::vector<uint64_t>& addresses, py::handle calls, int64_t capacity, double limit) {
+                     const std::vector<uint64_t>& addresses, py::handle calls, int64_t capacity, int64_t bulk,
+                     double limit) {
   const TensorView x(x_object, "x");
   GatherArgs args;
-  args.peers = parse_peers(rank, addresses, calls, capacity, limit, x);
+  args.peers = parse_peers(rank, addresses, calls, capacity, bulk, limit, x);
   if (x.ndim() < 1 || !x.is_contiguous()) refuse<ValueError>("x", "a contiguous tensor", "shape " + x.shape_text());
   const auto element = static_cast<int64_t>(size_of(x.dtype));
-  expect_sizes(sizes, args.peers, x.size(x.ndim() - 1), element, kGatherUnit, x.rows());
-  expect_aligned(x, kGatherUnit);
   args.rows = static_cast<int>(x.rows());
-  for (size_t r = 0; r < sizes.size(); ++r) args.row_units[r] = static_cast<int>(sizes[r] * element / kGatherUnit);
   args.x = x.data();
+  for (size_t r = 0; r < std::min<size_t>(sizes.size(), kMaxRanks); ++r) {
+    args.row_units[r] = static_cast<int>(sizes[r] * element / kGatherUnit);
+  }
+  const bool in_bulk = bulk > 0 && gathers_bulk(args);
+  expect_sizes(sizes, args.peers, x.size(x.ndim() - 1), element, kGatherUnit, in_bulk ? 0 : args.rows);
+  expect_aligned(x, kGatherUnit);
   std::vector<int64_t> shape(x.dl.shape, x.dl.shape + x.ndim());
   shape.back() = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
   const TensorFactory factory(x.dl.device);
@@ -92,11 +103,12 @@ py::object gather_op(py::handle x_object, const std::vector<int64_t>& sizes, int
 // A RowsCall of "copy", "gated_activation" or a norm over rows that ranks have parts of (GatherRowsArgs); returns what
 // `rows` does, and for the norm of a sum the sum as well. adds: every rank has whole rows, which are added.
 py::object gather_rows_op(const py::tuple& fields, bool adds, const std::vector<int64_t>& sizes, int rank,
-                          const std::vector<uint64_t>& addresses, py::handle calls, int64_t capacity, double limit) {
+                          const std::vector<uint64_t>& addresses, py::handle calls, int64_t capacity, int64_t bulk,
+                          double limit) {
   const RowsFields given(fields);
   const TensorView x(given.x, "x");
   GatherRowsArgs args;
-  args.peers = parse_peers(rank, addresses, calls, capacity, limit, x);
+  args.peers = parse_peers(rank, addresses, calls, capacity, bulk, limit, x);
   RowPassArgs& rows = args.rows = checked_rows(x);
   expect_dtype(x, {DType::kFloat16, DType::kBFloat16});
   const std::string op = parse_str(given.op, "op");
@@ -132,14 +144,17 @@ py::object gather_rows_op(const py::tuple& fields, bool adds, const std::vector<
 
 void bind_parallel(py::module_& module) {
   module.attr("CALL_COUNTERS") = kCallCounters;
+  module.attr("MOST_GATHERED_ROWS") = kMostGatheredRows;
   module.attr("GATHER_UNIT") = kGatherUnit;
+  module.attr("BULK_UNIT") = kBulkUnit;
+  module.attr("BULK_CHUNK") = kBulkChunk;
   module.attr("MAX_RANKS") = kMaxRanks;
-  module.def("gather_inbox_bytes", &gather_inbox_bytes, py::arg("capacity"), py::arg("ranks"));
+  module.def("gather_inbox_bytes", &gather_inbox_bytes, py::arg("capacity"), py::arg("bulk"), py::arg("ranks"));
   module.def("most_gathered_columns", &most_gathered_columns, py::arg("norm"));
   module.def("gather", &gather_op, py::arg("x"), py::arg("sizes"), py::arg("rank"), py::arg("addresses"),
-             py::arg("calls"), py::arg("capacity"), py::arg("limit"));
+             py::arg("calls"), py::arg("capacity"), py::arg("bulk"), py::arg("limit"));
   module.def("gather_rows", &gather_rows_op, py::arg("call"), py::arg("adds"), py::arg("sizes"), py::arg("rank"),
-             py::arg("addresses"), py::arg("calls"), py::arg("capacity"), py::arg("limit"));
+             py::arg("addresses"), py::arg("calls"), py::arg("capacity"), py::arg("bulk"), py::arg("limit"));
 }
 
 }  // namespace octofuse

@@ -28,7 +28,7 @@ namespace py = pybind11;
 
 #define OCTOFUSE_ROWS_FIELDS(X) \
   X(x) X(op) X(residual) X(weight) X(bias) X(eps) X(activation) X(quantize) X(scale) \
-  X(constants) X(order) X(q_dtype) X(q_block)
+  X(constants) X(order) X(q_dtype) X(q_block) X(of_part)
 
 #define OCTOFUSE_COL32_FIELDS(X) \
   X(x) X(w) X(sizes) X(x_scale) X(w_scale) X(bias) X(activation) X(residual) \

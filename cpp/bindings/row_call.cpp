@@ -118,7 +118,8 @@ void parse_rows(const RowsFields& given, const TensorView& x, RowPassArgs& args)
   if (args.block_scales && (args.q_type == DType::kInt8 || !dynamic)) {
     refuse<ValueError>("block", dynamic ? "False for int8" : "False beside a scale", "True");
   }
-  if (!dynamic) args.scale = parse_scale(given.scale, "scale", -1, x);
+  args.bare_scales = given.of_part.cast<bool>();
+  if (!dynamic) args.scale = parse_scale(given.scale, "scale", args.bare_scales ? args.rows : -1, x);
 }
 
 py::list make_row_results(const RowsFields& given, const TensorView& x, const TensorFactory& factory,

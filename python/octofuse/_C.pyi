@@ -86,12 +86,22 @@ def outlier_product(
 
 # bind_parallel.cpp
 CALL_COUNTERS: int
+MOST_GATHERED_ROWS: int
 GATHER_UNIT: int
+BULK_UNIT: int
+BULK_CHUNK: int
 MAX_RANKS: int
 
-def gather_inbox_bytes(capacity: int, ranks: int) -> int: ...
+def gather_inbox_bytes(capacity: int, bulk: int, ranks: int) -> int: ...
 def gather(
-    x: Tensor, sizes: list[int], rank: int, addresses: list[int], calls: Tensor, capacity: int, limit: float
+    x: Tensor,
+    sizes: list[int],
+    rank: int,
+    addresses: list[int],
+    calls: Tensor,
+    capacity: int,
+    bulk: int,
+    limit: float,
 ) -> Tensor: ...
 def most_gathered_columns(norm: bool) -> int: ...
 def gather_rows(
@@ -102,6 +112,7 @@ def gather_rows(
     addresses: list[int],
     calls: Tensor,
     capacity: int,
+    bulk: int,
     limit: float,
 ) -> list[Tensor]: ...
 

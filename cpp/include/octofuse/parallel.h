@@ -9,25 +9,32 @@
 namespace octofuse {
 
 constexpr int kMaxRanks = 8;
-constexpr int kCallCounters = 256;       // blocks of a call at most: each reads a counter of its own
-constexpr int64_t kMaxGather = 1 << 24;  // bytes of a rank
+constexpr int kCallCounters = 2048;      // blocks of a call at most: each reads a counter of its own
+constexpr int64_t kMaxGather = 1 << 26;  // bytes of a rank
 constexpr int kGatherUnit = 8;           // bytes that travel together, with 8 bytes that say which call they belong to
+constexpr int kBulkUnit = 16;            // bytes of a bulk gather's units
+constexpr int kBulkChunk = 1 << 15;      // bytes of a bulk gather that one flag tells of
 
 // All ranks make the same calls in the same order, on one stream each.
 //
-// inboxes[r]: gather_inbox_bytes(capacity, ranks) of rank r's memory, that were zero once; a rank writes its part into
-// every other one's, and reads its own. calls: kCallCounters counters of this rank, that were zero once; every call
-// adds one to each.
+// inboxes[r]: gather_inbox_bytes(capacity, bulk, ranks) of rank r's memory, that were zero once; a rank writes its part
+// into every other one's, and reads its own. calls: kCallCounters counters of this rank, that were zero once; every
+// call adds one to each.
 struct Peers {
   int ranks = 0, rank = 0;
   int64_t capacity = 0;  // bytes of one rank's rows, at most
+  int64_t bulk = 0;      // the same of a bulk gather at a time, a multiple of kBulkChunk
   void* inboxes[kMaxRanks] = {};
   uint32_t* calls = nullptr;
   uint64_t limit = 0;  // ns that a part may let the others wait, before the kernel traps
 };
 
-constexpr int64_t gather_inbox_bytes(int64_t capacity, int ranks) { return 2 * ranks * 2 * capacity; }
+// Units and their calls, twice; behind them what bulk gathers bring, twice, and a flag for each chunk of it.
+constexpr int64_t gather_inbox_bytes(int64_t capacity, int64_t bulk, int ranks) {
+  return 2 * ranks * (2 * capacity + bulk) + ranks * (bulk / kBulkChunk) * int64_t{sizeof(uint32_t)};
+}
 
+// Small parts travel in units beside their call's number, those above `capacity` in bulk, some rows at a time.
 // out[row] = the rows of every rank's x one behind the other, in the ranks' order: row_units[r] units of rank r.
 struct GatherArgs {
   Peers peers;
@@ -38,6 +45,8 @@ struct GatherArgs {
 };
 
 void gather(const GatherArgs& args, int device, Stream stream);
+// Whether each rank's rows are whole bulk units at multiples of their size, and one fits; for parts above `capacity`.
+bool gathers_bulk(const GatherArgs& args);
 
 // row_pass() over whole rows of which every rank has a part: with the bits of the two kernels. `rows` is the pass over
 // whole rows, copied or normalised, in fp16 or bf16, but that x is this rank's part; gated, of gates and values whose
@@ -50,7 +59,7 @@ struct GatherRowsArgs {
 };
 
 // Rows and columns that gather_rows() takes.
-constexpr int64_t kMostGatheredRows = kCallCounters;
+constexpr int64_t kMostGatheredRows = 256;
 int64_t most_gathered_columns(bool norm);
 
 void gather_rows(const GatherRowsArgs& args, int device, Stream stream);

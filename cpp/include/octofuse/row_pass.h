@@ -40,7 +40,8 @@ struct RowPassArgs {
   int64_t q_group = 0;  // int8 q in COL32, padding included: elements from one group of 32 columns to the next; 0: rows
   float* scales = nullptr;
   bool block_scales = false;  // of q in e4m3: every 128 columns their own, scales[block * rows + row]
-  ScaleView scale;
+  bool bare_scales = false;  // a row of zeros gets scale 0: it is part of a row whose scale is the largest of its parts
+  ScaleView scale;           // of all rows, or of each
   // Nothing in flight on the stream writes weight, bias, order or scale: in a captured chain they may be read before
   // the kernel's predecessor has finished.
   bool constants = false;

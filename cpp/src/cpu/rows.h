@@ -1,6 +1,7 @@
 // Passes over rows: norms, activations, quantisation (octofuse/row_pass.h). Sums have reference.row_sum's order.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -131,8 +132,12 @@ inline void row_pass_row(const RowPassArgs& args, int64_t row, float* buffer) {
     }
     return;
   }
-  float scale = scale_at(args.scale, 0);
-  if (args.scales != nullptr) scale = args.scales[row] = token_scale(v, count, args.q_type);
+  float scale = scale_at(args.scale, row);
+  if (args.scales != nullptr) {
+    scale = token_scale(v, count, args.q_type);
+    const bool zero = args.bare_scales && std::all_of(v, v + count, [](float one) { return one == 0.0F; });
+    args.scales[row] = zero ? 0.0F : scale;
+  }
   store_scaled(v, count, 1.0F / scale, -127.0F, q, args.q_type);
 }
 

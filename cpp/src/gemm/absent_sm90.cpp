@@ -5,6 +5,7 @@
 #include "lowbit/kernels.h"
 #include "octofuse/decode.h"
 #include "octofuse/error.h"
+#include "parallel/clustered.h"
 #include "rows/pass_chained.h"
 
 namespace octofuse::sm90 {
@@ -33,6 +34,12 @@ void run_rows(const RowPassArgs&, bool, const GemmArgs&, int, cudaStream_t) {
 }
 
 }  // namespace octofuse::skinny
+
+namespace octofuse::peers {
+
+bool run_clustered(const GatherRowsArgs&, int, cudaStream_t) { return false; }
+
+}  // namespace octofuse::peers
 
 namespace octofuse::rows {
 

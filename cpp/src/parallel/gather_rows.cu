@@ -1,9 +1,9 @@
-// Rows that ranks have parts of: gathered or added up in shared memory, a block each, and normalised and quantised from
-// there by the pass that one device runs, so that the bits are the same.
+// Rows that ranks have parts of: gathered or added up, a block each, and normalised or quantised by the pass that one
+// device runs, so that the bits are the same.
 #include "device/launch.h"
 #include "octofuse/device.h"
-#include "parallel/peers.cuh"
-#include "rows/pass.cuh"
+#include "parallel/clustered.h"
+#include "parallel/row_parts.cuh"
 
 namespace octofuse {
 namespace {
@@ -12,91 +12,14 @@ using rows::kPack;
 using rows::Pack;
 using rows::RowOp;
 
-struct Units {  // of a pack
-  uint2 low, high;
-};
+constexpr int kCopyThreads = 512;
 
-template <class T>
-__device__ inline Units units_of(const Pack<T>& pack) {
-  const auto& bits = reinterpret_cast<const uint4&>(pack);
-  return {{bits.x, bits.y}, {bits.z, bits.w}};
-}
-
-template <class T>
-__device__ inline void send_pack(const peers::Call& call, int64_t at, const Pack<T>& pack) {
-  const Units units = units_of(pack);
-  call.send_to_all(2 * at, units.low);
-  call.send_to_all(2 * at + 1, units.high);
-}
-
-template <class T>
-__device__ inline Pack<T> awaited_pack(const peers::Call& call, int rank, int64_t at) {
-  const uint2 low = call.from(rank, 2 * at);
-  const uint2 high = call.from(rank, 2 * at + 1);
-  Pack<T> pack;
-  reinterpret_cast<uint4&>(pack) = {low.x, low.y, high.x, high.y};
-  return pack;
-}
-
-// own(index): a pack of this rank's part of the block's row; `whole`: the row, in shared memory. The first threads
-// send and the last ones receive, where a row has fewer packs than the block has threads.
-template <class T, int kThreads, class Own>
-__device__ void gather_row(const GatherRowsArgs& args, const peers::Call& call, Own own, Pack<T>* whole) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const int64_t row = blockIdx.x;
-  int first = 0;
-  for (int r = 0; r < args.peers.rank; ++r) first += args.cols[r] / kPack;
-  const int own_packs = args.cols[args.peers.rank] / kPack;
-  for (int i = thread; i < own_packs; i += kThreads) {
-    const Pack<T> pack = own(i);
-    send_pack(call, row * own_packs + i, pack);
-    whole[first + i] = pack;
-  }
-  first = 0;
-  for (int r = 0; r < args.peers.ranks; ++r) {
-    const int packs = args.cols[r] / kPack;
-    for (int i = kThreads - 1 - thread; r != args.peers.rank && i < packs; i += kThreads) {
-      whole[first + i] = awaited_pack<T>(call, r, row * packs + i);
-    }
-    first += packs;
-  }
-}
-
-// The same of whole rows, which are added up.
-template <class T, int kThreads, class Own>
-__device__ void add_row(const GatherRowsArgs& args, const peers::Call& call, Own own, Pack<T>* whole) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const int packs = static_cast<int>(args.rows.cols) / kPack;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * packs;
-  for (int i = thread; i < packs; i += kThreads) send_pack(call, first + i, own(i));
-  for (int i = thread; i < packs; i += kThreads) {
-    Pack<float> sum = {};
-    for (int r = 0; r < args.peers.ranks; ++r) {
-      const Pack<T> part = r == args.peers.rank ? own(i) : awaited_pack<T>(call, r, first + i);
-#pragma unroll
-      for (int j = 0; j < kPack; ++j) sum.values[j] = __fadd_rn(sum.values[j], to_float(part.values[j]));
-    }
-    whole[i] = rows::narrow<T>(sum);
-  }
-}
-
-template <class T, int kThreads>
-__device__ void exchange(const GatherRowsArgs& args, const peers::Call& call, Pack<T>* whole) {
-  RowPassArgs part = args.rows;
-  part.cols = args.cols[args.peers.rank];
-  if (args.adds) {
-    add_row<T, kThreads>(args, call, rows::Source<T, RowOp::kCopy, true>(part, blockIdx.x), whole);
-  } else if (part.gated) {
-    gather_row<T, kThreads>(args, call, rows::Source<T, RowOp::kActivate, true>(part, blockIdx.x), whole);
-  } else {
-    gather_row<T, kThreads>(args, call, rows::Source<T, RowOp::kCopy, true>(part, blockIdx.x), whole);
-  }
-}
-
-// It goes through its row once while earlier kernels run, as rows/pass_chained.cu does: what a chain waits for is the
-// fetching of instructions.
-template <class T, RowOp kOp, int kThreads, int kPacks>
-__global__ void __launch_bounds__(kThreads) gather_rows_kernel(const __grid_constant__ GatherRowsArgs args) {
+// A norm. It goes through its row once while earlier kernels run, as rows/pass_chained.cu does: what a chain waits for
+// is the fetching of instructions. And it takes few registers: a block that needs most of an SM's starts only when the
+// kernel in front has left.
+template <class T, int kThreads, int kPacks>
+__global__ void __launch_bounds__(kThreads, 512 / kThreads)
+    gather_norm_kernel(const __grid_constant__ GatherRowsArgs args) {
   extern __shared__ int4 shared_memory[];
   __shared__ rows::Meeting<kThreads, rows::kMaxGroups<kThreads, kPacks>> meeting;
   __shared__ float scale;
@@ -104,9 +27,9 @@ __global__ void __launch_bounds__(kThreads) gather_rows_kernel(const __grid_cons
   char* const memory = reinterpret_cast<char*>(shared_memory);
   launch_dependents();
   RowPassArgs row = args.rows;
-  if (kOp == RowOp::kNorm) rows::stage_affine<kThreads>(row, memory, thread);
+  rows::stage_affine<kThreads>(row, memory, thread);
   auto* const whole = reinterpret_cast<Pack<T>*>(memory + rows::affine_bytes(args.rows));
-  const auto given = [inverse = rows::given_inverse(args.rows)] { return inverse; };
+  const auto given = [inverse = rows::given_inverse(args.rows, blockIdx.x)] { return inverse; };
   row.x = whole;
   row.ldx = 0;  // of every block its own row
   row.sum = nullptr;
@@ -117,20 +40,49 @@ __global__ void __launch_bounds__(kThreads) gather_rows_kernel(const __grid_cons
   wait_for_all_copies();
 #pragma unroll 1
   for (int64_t index = -1;; index = blockIdx.x) {
-    rows::pass_row<T, kOp, kThreads, kPacks>(row, given, max(index, int64_t{0}), thread, meeting);
+    rows::pass_row<T, RowOp::kNorm, kThreads, kPacks>(row, given, max(index, int64_t{0}), thread, meeting);
     if (index >= 0) break;
+    const peers::RowParts<T, kPacks> parts(args, static_cast<int>(blockIdx.x), thread, kThreads);
     wait_for_predecessors();
     __syncthreads();
     const peers::Call call(args.peers);
     number = call.number;
-    exchange<T, kThreads>(args, call, whole);
+    Pack<T> packs[kPacks];
+    parts.exchange(call, peers::OwnPart<T, false>(args, blockIdx.x), packs);
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {  // this thread will read them
+      if ((thread + i * kThreads) * kPack < args.rows.cols) whole[thread + i * kThreads] = packs[i];
+    }
     row.sum = args.rows.sum;
     row.y = args.rows.y;
     row.q = args.rows.q;
     row.scales = args.rows.scales;
-    __syncthreads();
   }
   peers::count(args.peers, number);
+}
+
+// Copies of rows of any length, in one block each; where there are clusters, those take them.
+template <class T>
+__global__ void __launch_bounds__(kCopyThreads) gather_copy_kernel(const __grid_constant__ GatherRowsArgs args) {
+  extern __shared__ int4 shared_memory[];
+  __shared__ rows::Meeting<kCopyThreads, rows::kMaxGroups<kCopyThreads, 0>> meeting;
+  const int thread = static_cast<int>(threadIdx.x);
+  auto* const whole = reinterpret_cast<Pack<T>*>(shared_memory);
+  launch_dependents();
+  wait_for_predecessors();
+  const peers::Call call(args.peers);
+  const peers::OwnPart<T, true> own(args, blockIdx.x);
+  for (int index = thread; index * kPack < args.rows.cols; index += kCopyThreads) {
+    Pack<T> pack[1];
+    peers::RowParts<T, 1>(args, static_cast<int>(blockIdx.x), index, 0).exchange(call, own, pack);
+    whole[index] = pack[0];
+  }
+  RowPassArgs row = args.rows;
+  row.x = whole;
+  row.ldx = 0;
+  const auto given = [&] { return rows::given_inverse(args.rows, blockIdx.x); };
+  rows::pass_row<T, RowOp::kCopy, kCopyThreads, 0>(row, given, blockIdx.x, thread, meeting);
+  peers::count(args.peers, call.number);
 }
 
 struct RowsKernel {
@@ -139,38 +91,39 @@ struct RowsKernel {
   DeviceFlags* raised;
 };
 
-template <class T, RowOp kOp, int kThreads, int kPacks>
-RowsKernel kernel_of() {
+template <class T, int kThreads, int kPacks>
+RowsKernel norm_of() {
   static DeviceFlags raised{};
-  return {reinterpret_cast<const void*>(gather_rows_kernel<T, kOp, kThreads, kPacks>), kThreads, &raised};
+  return {reinterpret_cast<const void*>(gather_norm_kernel<T, kThreads, kPacks>), kThreads, &raised};
 }
-
-constexpr int kFewThreads = 512;  // one pack each
-constexpr int kThreads = 1024;
-constexpr int kNormPacks = 2, kCopyPacks = 4;
-constexpr int kNoOptIn = 40960;  // bytes of dynamic shared memory, beside a kernel's own, that need none
 
 template <class T>
 RowsKernel kernel_for(const RowPassArgs& rows) {
-  const bool few = rows.cols <= kFewThreads * kPack;
   if (rows.norm == Norm::kNone) {
-    return few ? kernel_of<T, RowOp::kCopy, kFewThreads, 1>() : kernel_of<T, RowOp::kCopy, kThreads, kCopyPacks>();
+    static DeviceFlags raised{};
+    return {reinterpret_cast<const void*>(gather_copy_kernel<T>), kCopyThreads, &raised};
   }
-  return few ? kernel_of<T, RowOp::kNorm, kFewThreads, 1>() : kernel_of<T, RowOp::kNorm, kThreads, kNormPacks>();
+  if (rows.cols <= 256 * 2 * kPack) return norm_of<T, 256, 2>();
+  if (rows.cols <= 256 * 4 * kPack) return norm_of<T, 256, 4>();
+  return norm_of<T, 512, 4>();
 }
 
+constexpr int kMostNorm = 512 * 4 * kPack;
+constexpr int kMostCopy = 3 * 8 * 256 * kPack;  // what a cluster takes
+constexpr int kNoOptIn = 40960;                 // bytes of dynamic shared memory, beside a kernel's own, without a word
 // A norm's weight and bias in fp32, and the row.
-constexpr int kMostShared = kThreads * kPack * (kNormPacks * (4 + 4 + 2));
-static_assert(kMostShared >= kThreads * kPack * kCopyPacks * 2 && kMostShared <= 162 << 10);
+constexpr int kMostShared = kMostNorm * (4 + 4 + 2);
+static_assert(kMostShared >= kMostCopy * 2 && kMostShared <= 162 << 10);
 
 }  // namespace
 
-int64_t most_gathered_columns(bool norm) { return kThreads * kPack * (norm ? kNormPacks : kCopyPacks); }
+int64_t most_gathered_columns(bool norm) { return norm ? kMostNorm : kMostCopy; }
 
 void gather_rows(const GatherRowsArgs& args, int device, Stream stream) {
   if (args.rows.rows == 0) return;
   const DeviceGuard guard(device);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (peers::run_clustered(args, device, cuda_stream)) return;
   const RowsKernel kernel =
       args.rows.type == DType::kFloat16 ? kernel_for<__half>(args.rows) : kernel_for<__nv_bfloat16>(args.rows);
   const int shared = rows::affine_bytes(args.rows) + 2 * static_cast<int>(args.rows.cols);

@@ -2,6 +2,8 @@
 // the call in one write of eight, and a reader waits until what it reads bears that number. So nothing but the data
 // travels, once, and no flag has to be seen behind it.
 //
+// A bulk gather has no room for numbers: there a flag for each chunk is written behind it.
+//
 // Two calls in a row use two halves of an inbox. A rank that is at its call n + 2 has the others' parts of call n + 1,
 // which they sent after they had read all of call n: so the half of call n is free.
 #pragma once
@@ -35,13 +37,44 @@ __device__ inline uint64_t nanoseconds() {
   return now;
 }
 
-// The unit that bears the number of this call; a rank that never sends it must not keep the others for ever.
-__device__ inline uint2 awaited(const Line* from, uint32_t call, uint64_t limit) {
+__device__ inline void raise(uint32_t* flag, uint32_t call) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(call) : "memory");
+}
+
+// Or of a later call: who raises it for the next one has brought this one's data, which lie in the other half.
+__device__ inline void await_flag(const uint32_t* flag, uint32_t call, uint64_t limit) {
+  const uint64_t start = nanoseconds();
+  for (uint32_t raised = call - 1; static_cast<int32_t>(raised - call) < 0;) {
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(raised) : "l"(flag) : "memory");
+    if (nanoseconds() - start > limit) __trap();
+  }
+}
+
+__device__ inline bool bears(const Line& line, uint32_t call) {
+  return static_cast<uint32_t>(line.low >> 32) == call && static_cast<uint32_t>(line.high >> 32) == call;
+}
+
+// The units that bear the number of this call, where `from` is not null; they are asked for together, since one load
+// after the other would take as long as all of them. A rank that never sends must not keep the others for ever.
+template <int kCount>
+__device__ inline void await_all(const Line* const (&from)[kCount], uint2 (&units)[kCount], uint32_t call,
+                                 uint64_t limit) {
   uint64_t start = 0;
   for (uint32_t tries = 0;; ++tries) {
-    const Line line = received(from);
-    if (static_cast<uint32_t>(line.low >> 32) == call && static_cast<uint32_t>(line.high >> 32) == call) {
-      return {static_cast<uint32_t>(line.low), static_cast<uint32_t>(line.high)};
+    Line lines[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (from[i] != nullptr) lines[i] = received(from[i]);
+    }
+    bool there = true;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) there = there && (from[i] == nullptr || bears(lines[i], call));
+    if (there) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (from[i] != nullptr) units[i] = {static_cast<uint32_t>(lines[i].low), static_cast<uint32_t>(lines[i].high)};
+      }
+      return;
     }
     if (tries % 1024 == 1023) {
       const uint64_t now = nanoseconds();
@@ -51,18 +84,30 @@ __device__ inline uint2 awaited(const Line* from, uint32_t call, uint64_t limit)
   }
 }
 
+__device__ inline uint32_t block_of_call() { return blockIdx.x + gridDim.x * blockIdx.y; }
+
 // One call, as a block sees it.
 struct Call {
   const Peers& peers;
   uint32_t number;
 
   // Once earlier kernels have finished.
-  __device__ explicit Call(const Peers& peers) : peers(peers), number(peers.calls[blockIdx.x] + 1) {}
+  __device__ explicit Call(const Peers& peers) : peers(peers), number(peers.calls[block_of_call()] + 1) {}
 
   // Where rank `to` finds what rank `from` has sent.
   __device__ Line* inbox(int to, int from) const {
     const int64_t of_rank = peers.capacity / kGatherUnit;
     return static_cast<Line*>(peers.inboxes[to]) + (number % 2 * peers.ranks + from) * of_rank;
+  }
+
+  // The same of a bulk gather, and the flags that `from` raises there, one for each chunk.
+  __device__ uint4* bulk(int to, int from) const {
+    char* const behind = static_cast<char*>(peers.inboxes[to]) + 4 * peers.ranks * peers.capacity;
+    return reinterpret_cast<uint4*>(behind + (number % 2 * peers.ranks + from) * peers.bulk);
+  }
+  __device__ uint32_t* flags(int to, int from) const {
+    char* const behind = static_cast<char*>(peers.inboxes[to]) + 2 * peers.ranks * (2 * peers.capacity + peers.bulk);
+    return reinterpret_cast<uint32_t*>(behind) + from * (peers.bulk / kBulkChunk);
   }
 
   __device__ void send_to_all(int64_t at, uint2 unit) const {
@@ -71,15 +116,17 @@ struct Call {
     }
   }
 
-  __device__ uint2 from(int rank, int64_t at) const {
-    return awaited(inbox(peers.rank, rank) + at, number, peers.limit);
+  template <int kCount>
+  __device__ void await_all(const Line* const (&from)[kCount], uint2 (&units)[kCount]) const {
+    peers::await_all(from, units, number, peers.limit);
   }
 };
 
 // At a block's end, by all threads: they have read the counter. It writes those that no other block reads or writes.
 __device__ inline void count(const Peers& peers, uint32_t number) {
   __syncthreads();
-  for (uint32_t i = blockIdx.x + threadIdx.x * gridDim.x; i < kCallCounters; i += blockDim.x * gridDim.x) {
+  const uint32_t blocks = gridDim.x * gridDim.y;
+  for (uint32_t i = block_of_call() + threadIdx.x * blocks; i < kCallCounters; i += blockDim.x * blocks) {
     peers.calls[i] = number;
   }
 }

@@ -20,6 +20,17 @@ __device__ __noinline__ Pack<T> activated(Pack<T> pack, Activation activation) {
   return narrow<T>(wide);
 }
 
+// activated(gates) * values.
+template <class T>
+__device__ inline Pack<T> gated_by(Pack<T> gates, const Pack<T>& values, Activation activation) {
+  gates = activated(gates, activation);
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) {
+    gates.values[j] = from_float<T>(__fmul_rn(to_float(gates.values[j]), to_float(values.values[j])));
+  }
+  return gates;
+}
+
 // What a row is read from: x, and with it the residual or, gated, the other half of the row.
 template <class T, RowOp kOp, bool kWide>
 struct Source {
@@ -59,14 +70,7 @@ struct Source {
         }
       }
     } else if constexpr (kOp == RowOp::kActivate) {
-      pack = activated(pack, args.activation);
-      if (args.gated) {
-        const Pack<T> up = read(x + cols, index);
-#pragma unroll
-        for (int j = 0; j < kPack; ++j) {
-          pack.values[j] = from_float<T>(__fmul_rn(to_float(pack.values[j]), to_float(up.values[j])));
-        }
-      }
+      pack = args.gated ? gated_by(pack, read(x + cols, index), args.activation) : activated(pack, args.activation);
     }
     return pack;
   }
@@ -164,8 +168,7 @@ __device__ void write_blocks(const RowPassArgs& args, int64_t row, Each each) {
   });
 }
 
-// each(f) hands every finished pack of this thread to f; `given` is 1 / args.scale where rows have no scale of their
-// own.
+// each(f) hands every finished pack of this thread to f; `given` is 1 / args.scale, the row's, where none is found.
 template <class T, int kThreads, bool kWide, class Given, class Each>
 __device__ void write(const RowPassArgs& args, Given given, int64_t row, int thread, uint32_t* of_warp, Each each) {
   const int cols = static_cast<int>(args.cols);
@@ -178,8 +181,9 @@ __device__ void write(const RowPassArgs& args, Given given, int64_t row, int thr
   if (args.scales != nullptr) {
     Largest<T> largest;
     each([&](const Pack<T>& pack, int) { largest.take(pack); });
-    const float scale = scale_of(row_max<kThreads>(largest.value(), thread, of_warp), args.q_type);
-    if (thread == 0) args.scales[row] = scale;
+    const float amax = row_max<kThreads>(largest.value(), thread, of_warp);
+    const float scale = scale_of(amax, args.q_type);
+    if (thread == 0) args.scales[row] = args.bare_scales && amax == 0.0F ? 0.0F : scale;
     r = reciprocal(scale);
   } else {
     r = given();
@@ -260,8 +264,8 @@ __device__ void pass_row(const RowPassArgs& args, Given given, int64_t row_index
   }
 }
 
-__device__ inline float given_inverse(const RowPassArgs& args) {
-  return args.q == nullptr || args.scales != nullptr ? 0.0F : reciprocal(scale_at(args.scale, 0));
+__device__ inline float given_inverse(const RowPassArgs& args, int64_t row) {
+  return args.q == nullptr || args.scales != nullptr ? 0.0F : reciprocal(scale_at(args.scale, row));
 }
 
 // Bytes of shared memory for a norm's weight and bias; behind them lies what a kernel keeps of a row.
@@ -296,7 +300,7 @@ __global__ void __launch_bounds__(kBlockOf<kThreads>) row_pass_kernel(const RowP
   launch_dependents();
   wait_for_predecessors();
   if (row_index >= args.rows) return;  // whole warps: where more of them share a row, a block is one row
-  pass_row<T, kOp, kThreads, kPacks>(args, [&] { return given_inverse(args); }, row_index, thread, meeting);
+  pass_row<T, kOp, kThreads, kPacks>(args, [&] { return given_inverse(args, row_index); }, row_index, thread, meeting);
 }
 
 }  // namespace octofuse::rows

@@ -6,6 +6,7 @@
 #include <cooperative_groups.h>
 
 #include "device/launch.h"
+#include "rows/cluster.cuh"
 #include "rows/ordered.cuh"
 #include "rows/ordered.h"
 #include "rows/pass.cuh"
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) few_rows_kernel(const __grid_constan
   launch_dependents();
   RowPassArgs row = args;
   if (kOp == RowOp::kNorm) stage_affine<kThreads>(row, memory, thread);
-  const auto given = [inverse = given_inverse(args)] { return inverse; };
+  const auto given = [inverse = given_inverse(args, blockIdx.x)] { return inverse; };
   char* const results = memory + affine_bytes(args);
   row.x = results;
   row.residual = nullptr;
@@ -92,19 +93,6 @@ constexpr int kClusterBlocks = 8;
 constexpr int kClusterThreads = kClusterBlocks * kThreads;
 constexpr int kClusterPacks = 2;  // of a thread, at most
 
-// The largest of the cluster's blocks' maxima, as row_max() has them. All blocks have arrived at its barrier before.
-__device__ float cluster_max(float of_block, int block) {
-  __shared__ uint32_t maxima[kClusterBlocks];
-  const auto cluster = cooperative_groups::this_cluster();
-  cluster.barrier_wait();
-  if (threadIdx.x < kClusterBlocks) *cluster.map_shared_rank(maxima + block, threadIdx.x) = __float_as_uint(of_block);
-  cluster.sync();
-  uint32_t most = 0;
-#pragma unroll
-  for (const uint32_t one : maxima) most = max(most, one);
-  return __uint_as_float(most);
-}
-
 template <class T>
 __global__ void __launch_bounds__(kThreads) few_activated_kernel(const __grid_constant__ RowPassArgs args) {
   __shared__ uint32_t of_warp[kThreads / 32];
@@ -115,7 +103,7 @@ __global__ void __launch_bounds__(kThreads) few_activated_kernel(const __grid_co
   const int64_t row = blockIdx.x;
   launch_dependents();
   cooperative_groups::this_cluster().barrier_arrive();
-  float inverse = given_inverse(args);
+  float inverse = given_inverse(args, row);
   wait_for_predecessors();
   const Source<T, RowOp::kActivate, true> source(args, row);
   Pack<T> packs[kClusterPacks];
@@ -128,7 +116,8 @@ __global__ void __launch_bounds__(kThreads) few_activated_kernel(const __grid_co
     largest.take(packs[i]);
   }
   if (args.scales != nullptr) {
-    const float scale = scale_of(cluster_max(row_max<kThreads>(largest.value(), thread, of_warp), block), args.q_type);
+    const float scale =
+        scale_of(cluster_max(row_max<kThreads>(largest.value(), thread, of_warp), block, kClusterBlocks), args.q_type);
     if (first == 0) args.scales[row] = scale;
     inverse = reciprocal(scale);
   } else {
@@ -175,7 +164,7 @@ bool run_few(const RowPassArgs& args, cudaStream_t stream) {
   const int packs = norm ? kPacksOf<RowOp::kNorm> : kPacksOf<RowOp::kCopy>;
   const int shared = affine_bytes(args) + 2 * static_cast<int>(args.cols);
   if (args.rows > kMostRows || args.type == DType::kFloat32 || (args.order != nullptr && !norm)) return false;
-  if (args.block_scales) return false;
+  if (args.block_scales || args.bare_scales) return false;
   if (args.activation != Activation::kNone) return run_few_activated(args, stream);
   if (args.cols > packs * kThreads * kPack || shared > kMostShared) return false;
   RowPassArgs kernel_args = args;

@@ -10,9 +10,13 @@ from torch import Tensor
 from octofuse.ops import gated_activation
 from octofuse.ops._calls import RowsCall, Scale
 from octofuse.ops.activations import Activation
+from octofuse.ops.rows import by_call as rows
 
 if TYPE_CHECKING:
     from octofuse.nn.norm import Norm
+
+
+MANY = 1 << 16  # elements of a part from which it pays to quantise it before it travels
 
 
 class Joint(Protocol):
@@ -25,6 +29,9 @@ class Joint(Protocol):
     def adds(self) -> bool: ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+    def beside(self, x: Tensor) -> Tensor:
+        """x of every rank, all of one shape, `[ranks, ...]`."""
 
     def rows(self, call: RowsCall) -> list[Tensor] | None:
         """`ops.rows` of the whole, of which call.x is this rank's part, in one kernel; None where there is none for it, on
@@ -59,19 +66,29 @@ class Parted:
         return self.whole(), norm
 
     def quantised(self, norm: Norm | None, scale: Scale | None, dtype: torch.dtype) -> tuple[Tensor, Scale] | None:
-        """norm(whole) in 8 bits, and its scale: the given one, or fp32 `[M, 1]`; None where that is no single kernel."""
+        """norm(whole) in 8 bits, and its scale: the given one, or fp32 `[M, 1]`; None where that saves nothing."""
         if self._whole is not None or self.dtype == dtype:
             return None
         found = self.joint.rows(self._call(norm, quantize=True, scale=scale, dtype=dtype))
         if found is None:
-            return None
+            many = self.part.numel() >= MANY and norm is None and not self.joint.adds
+            return self._quantised_before(scale, dtype) if many else None
         q, *scales = self._without_sum(found, norm)
         return q, scale if scale is not None else scales[0]
 
-    def at(self, rows: Tensor) -> Parted:
+    def _quantised_before(self, scale: Scale | None, dtype: torch.dtype) -> tuple[Tensor, Scale]:
+        """By every rank its part, so that 8 bits travel. A row's scale is the largest of its parts'."""
+        call = self._call(None, quantize=True, scale=scale, dtype=dtype)
+        if scale is None:
+            of_part = rows(call._replace(of_part=True))[1]
+            scale = self.joint.beside(of_part).amax(0)
+            scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        return self.joint(rows(call._replace(scale=scale, of_part=True))[0]), scale
+
+    def at(self, numbers: Tensor) -> Parted:
         """Some of its rows, by their numbers."""
-        some = Parted(self.part[rows], self.joint, gate=self.gate)
-        some._whole = None if self._whole is None else self._whole[rows]
+        some = Parted(self.part[numbers], self.joint, gate=self.gate)
+        some._whole = None if self._whole is None else self._whole[numbers]
         return some
 
     def _joined(self) -> Tensor:

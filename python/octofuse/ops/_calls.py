@@ -92,7 +92,8 @@ class LowbitCall(NamedTuple):
 class RowsCall(NamedTuple):
     """The functions of `ops.rows`; op: "layer_norm", "rms_norm", "activation", "gated_activation", "reorder" or "copy".
 
-    q_dtype, q_block: of what is quantised; q_block: every 128 columns have a scale of their own.
+    q_dtype, q_block: of what is quantised; q_block: every 128 columns have a scale of their own. of_part: x is a part of
+    the rows' columns: rows of zeros find scale 0, and a given scale may be one for each row.
     """
 
     x: Tensor
@@ -108,6 +109,7 @@ class RowsCall(NamedTuple):
     order: Tensor | None = None
     q_dtype: dtype = torch.int8
     q_block: bool = False
+    of_part: bool = False
 
 
 class AttendCall(NamedTuple):

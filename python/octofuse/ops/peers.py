@@ -11,22 +11,25 @@ from octofuse import _C
 from octofuse.ops._calls import RowsCall
 
 UNIT: int = _C.GATHER_UNIT  # bytes that a row of any rank is a multiple of
-PACK = 16  # the same, of rows that a pass goes over
+PACK: int = _C.BULK_UNIT  # the same, of many bytes and of rows that a pass goes over
+CHUNK: int = _C.BULK_CHUNK  # bytes that the most in bulk is a multiple of
 MOST_RANKS: int = _C.MAX_RANKS
 COUNTERS: int = _C.CALL_COUNTERS
+MOST_ROWS: int = _C.MOST_GATHERED_ROWS
 
 
-def inbox_bytes(capacity: int, ranks: int) -> int:
-    """Of each rank, for `capacity` bytes of every other one."""
-    return _C.gather_inbox_bytes(capacity, ranks)
+def inbox_bytes(capacity: int, bulk: int, ranks: int) -> int:
+    """Of each rank, for parts of up to `capacity` bytes of every other one, or `bulk` bytes at a time."""
+    return _C.gather_inbox_bytes(capacity, bulk, ranks)
 
 
 @dataclass(frozen=True)
 class Inboxes:
     """Memory of every rank that all can write to, by address, as this process sees it; zero at first.
 
-    memory: this rank's own. calls: int32 `[COUNTERS]`, zero at first. limit: seconds that a rank may let the others wait.
-    All ranks make the same calls in the same order.
+    memory: this rank's own. calls: int32 `[COUNTERS]`, zero at first. capacity, bulk: bytes of a rank's part that travel
+    with a number each, and at a time in bulk. limit: seconds that a rank may let the others wait. All ranks make the same
+    calls in the same order.
     """
 
     rank: int
@@ -34,15 +37,19 @@ class Inboxes:
     memory: Tensor
     calls: Tensor
     capacity: int
+    bulk: int
     limit: float
 
     def takes(self, x: Tensor, sizes: tuple[int, ...]) -> bool:
         """Whether `gather` serves such a call, which is the same on all ranks."""
-        return self._fits(x, sizes, UNIT)
+        if self._fits(x, sizes, UNIT):
+            return True
+        widths = [size * x.element_size() for size in sizes]
+        return all(width % PACK == 0 and width <= self.bulk for width in widths)
 
     def gather(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """x `[..., sizes[rank]]` of each rank -> `[..., sum(sizes)]`."""
-        return _C.gather(_aligned(x, UNIT), list(sizes), *self._peers())
+        return _C.gather(_aligned(x, PACK), list(sizes), *self._peers())
 
     def takes_rows(self, call: RowsCall, sizes: tuple[int, ...], *, adds: bool = False) -> bool:
         """Whether `rows` serves such a call, which is the same on all ranks."""
@@ -52,7 +59,7 @@ class Inboxes:
         count = x.numel() // x.shape[-1]
         columns = sizes[self.rank] if adds else sum(sizes)
         most = _C.most_gathered_columns(call.op.endswith("norm"))
-        return count <= COUNTERS and columns <= most and self._fits(x, sizes, PACK)
+        return count <= MOST_ROWS and columns <= most and self._fits(x, sizes, PACK)
 
     def rows(self, call: RowsCall, sizes: tuple[int, ...], *, adds: bool = False) -> list[Tensor]:
         """`ops.rows` of a copy, a gated activation or a norm, whose x, `[..., sizes[rank]]`, gated twice as wide, is a
@@ -64,8 +71,8 @@ class Inboxes:
         widths = [size * x.element_size() for size in sizes]
         return all(width % unit == 0 and width * count <= self.capacity for width in widths)
 
-    def _peers(self) -> tuple[int, list[int], Tensor, int, float]:
-        return self.rank, list(self.addresses), self.calls, self.capacity, self.limit
+    def _peers(self) -> tuple[int, list[int], Tensor, int, int, float]:
+        return self.rank, list(self.addresses), self.calls, self.capacity, self.bulk, self.limit
 
 
 def _aligned(x: Tensor, unit: int) -> Tensor:

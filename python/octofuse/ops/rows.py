@@ -324,7 +324,12 @@ def _call(
     q_block: bool = False,
 ) -> list[Tensor]:
     call = RowsCall(x, op, residual, weight, bias, eps, activation, quantize, scale, constants, order, q_dtype, q_block)
-    results: list[Tensor] = run("rows", op, call, _rows)
+    return by_call(call)
+
+
+def by_call(call: RowsCall) -> list[Tensor]:
+    """Of any of these functions: the result, scales that were found, and x + residual."""
+    results: list[Tensor] = run("rows", call.op, call, _rows)
     return results
 
 

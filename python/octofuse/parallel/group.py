@@ -107,6 +107,10 @@ class Group:
             joined = torch.cat([part[:, : size * width] for part, size in zip(found, sizes, strict=True)], -1)
         return joined.view(x.dtype).view(shape)
 
+    def beside(self, x: Tensor) -> Tensor:
+        """x of every rank, which all have in one shape, `[ranks, ...]`; as `gather` does it."""
+        return self.gather(x.reshape(1, -1), (x.numel(),) * self.ranks).view(self.ranks, *x.shape)
+
     def add(self, x: Tensor) -> Tensor:
         """The sum of every rank's x, in its dtype, the same on all; x may be overwritten. CUDA graphs record it. In fp32 in
         the ranks' order, but of large ones on GPUs, which NCCL adds. RuntimeError where another rank is gone."""
@@ -119,10 +123,9 @@ class Group:
             with self._said(x):
                 dist.all_reduce(x, group=self._group)
             return x
-        parts = self.gather(x.unsqueeze(-1), (1,) * self.ranks).float()
-        total = parts[..., 0]
-        for rank in range(1, self.ranks):
-            total = total + parts[..., rank]
+        total, *others = self.beside(x).float().unbind()
+        for part in others:
+            total = total + part
         return total.to(x.dtype)
 
     def rows(self, call: RowsCall, sizes: tuple[int, ...], *, adds: bool = False) -> list[Tensor] | None:
@@ -206,6 +209,9 @@ class Gather:
     def __call__(self, x: Tensor) -> Tensor:
         return self.group.gather(x, self.sizes)
 
+    def beside(self, x: Tensor) -> Tensor:
+        return self.group.beside(x)
+
     def rows(self, call: RowsCall) -> list[Tensor] | None:
         return self.group.rows(call, self.sizes)
 
@@ -219,6 +225,9 @@ class Sum:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.group.add(x)
+
+    def beside(self, x: Tensor) -> Tensor:
+        return self.group.beside(x)
 
     def rows(self, call: RowsCall) -> list[Tensor] | None:
         return self.group.rows(call, (call.x.shape[-1],) * self.group.ranks, adds=True)

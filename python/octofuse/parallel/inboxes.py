@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from octofuse.ops.peers import COUNTERS, Inboxes, inbox_bytes
+from octofuse.ops.peers import CHUNK, COUNTERS, Inboxes, inbox_bytes
 
-CAPACITY = 1 << 19  # bytes of a rank's part; larger ones go by NCCL
+CAPACITY = 1 << 19  # bytes of a rank's part that travel with a number each; larger ones go in bulk
+BULK = 1 << 25  # bytes of all ranks' parts in bulk at a time
 
 _log = logging.getLogger(__name__)
 
@@ -30,9 +31,7 @@ def make_inboxes(group: Any, rank: int, ranks: int, device: torch.device, limit:
     if any(reasons):
         failed = next(other for other, text in enumerate(reasons) if text)
         if rank == 0:
-            _log.warning(
-                "rank %d shares no memory with the others (%s); small gathers go by NCCL", failed, reasons[failed]
-            )
+            _log.warning("rank %d shares no memory with the others (%s); gathers go by NCCL", failed, reasons[failed])
         return None
     return found
 
@@ -41,10 +40,11 @@ def _made(group: Any, rank: int, ranks: int, device: torch.device, limit: float)
     import torch.distributed._symmetric_memory as symmetric
 
     with torch.cuda.device(device):
-        memory = symmetric.empty(inbox_bytes(CAPACITY, ranks), dtype=torch.uint8, device=device)
+        bulk = BULK // ranks // CHUNK * CHUNK
+        memory = symmetric.empty(inbox_bytes(CAPACITY, bulk, ranks), dtype=torch.uint8, device=device)
         memory.zero_()
         calls = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # what is zeroed now must not be written to before
         handle = symmetric.rendezvous(memory, group)
         addresses = tuple(int(address) for address in handle.buffer_ptrs)
-    return Inboxes(rank, addresses, memory, calls, CAPACITY, limit)
+    return Inboxes(rank, addresses, memory, calls, CAPACITY, bulk, limit)
