@@ -9,7 +9,7 @@
 namespace octofuse {
 
 constexpr int kMaxRanks = 8;
-constexpr int kCallCounters = 2048;      // blocks of a call at most: each reads a counter of its own
+constexpr int kCallCounters = 8192;      // blocks of a call at most: each reads a counter of its own
 constexpr int64_t kMaxGather = 1 << 26;  // bytes of a rank
 constexpr int kGatherUnit = 8;           // bytes that travel together, with 8 bytes that say which call they belong to
 constexpr int kBulkUnit = 16;            // bytes of a bulk gather's units

@@ -133,6 +133,7 @@ inline void row_pass_row(const RowPassArgs& args, int64_t row, float* buffer) {
     return;
   }
   float scale = scale_at(args.scale, row);
+  if (scale == 0.0F) scale = 1.0F;  // of parts that are all zero
   if (args.scales != nullptr) {
     scale = token_scale(v, count, args.q_type);
     const bool zero = args.bare_scales && std::all_of(v, v + count, [](float one) { return one == 0.0F; });

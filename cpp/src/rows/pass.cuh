@@ -265,7 +265,9 @@ __device__ void pass_row(const RowPassArgs& args, Given given, int64_t row_index
 }
 
 __device__ inline float given_inverse(const RowPassArgs& args, int64_t row) {
-  return args.q == nullptr || args.scales != nullptr ? 0.0F : reciprocal(scale_at(args.scale, row));
+  if (args.q == nullptr || args.scales != nullptr) return 0.0F;
+  const float scale = scale_at(args.scale, row);
+  return reciprocal(scale == 0.0F ? 1.0F : scale);  // of parts that are all zero
 }
 
 // Bytes of shared memory for a norm's weight and bias; behind them lies what a kernel keeps of a row.
