@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+import parallel_tables
 import peer_tables
 from table_text import lines, us
 
@@ -227,19 +228,19 @@ def decoder_loads(gpu: str = "h200") -> str:
 
 
 def parallel() -> str:
-    found = result("h200/parallel")
-    ranks = found["ranks"]
-    names = ("ms a token, one GPU", "ms a token", "over one GPU", "of the floor", f"predicted ms, {ranks}")
-    more = ("predicted ms, 4", "predicted ms, 8")
-    rows = [(row["model"], row["scheme"], *(f"{row[name]:.2f}" for name in (*names, *more))) for row in found["decode"]]
-    heads = ("one GPU, ms a token", f"{ranks} GPUs", "times as fast", "of the floor", f"predicted, {ranks}", "4", "8")
-    return lines(("model", "scheme", *heads), rows)
+    return parallel_tables.one_sequence(result("h200/parallel"))
+
+
+def parallel_loads() -> str:
+    return parallel_tables.loads(result("h200/parallel"))
+
+
+def one_against_two() -> str:
+    return parallel_tables.one_against_two(result("h200/parallel"))
 
 
 def gathers() -> str:
-    found = result("h200/parallel")["gathers"]
-    sizes = [f"{row['bytes'] // 1024:,} KB" for row in found]
-    return lines(("gathered", *sizes), [("us", *(us(row["us"]) for row in found))])
+    return parallel_tables.exchanges(result("h200/parallel"))
 
 
 def decoders_h100() -> str:
@@ -334,8 +335,8 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         highlights, schemes, costs, peers, peer_times, gemm, float8, lowbit, prompts, codebook, outliers, decoders,
-        decoder_loads, decoders_h100, decoder_loads_h100, parallel, gathers, gpt2, batches, files, cpu_avx2, cpu_avx512,
-        llama_cpp, machines, tests, versions,
+        decoder_loads, decoders_h100, decoder_loads_h100, parallel, parallel_loads, one_against_two, gathers, gpt2,
+        batches, files, cpu_avx2, cpu_avx512, llama_cpp, machines, tests, versions,
     )
 }  # fmt: skip
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from octofuse.ops._calls import RowsCall
-from octofuse.ops.peers import CHUNK, COUNTERS, Inboxes, inbox_bytes
+from octofuse.ops.peers import COUNTERS, SPAN, Inboxes, inbox_bytes
 
 CAPACITY = 1 << 20
-BULK = 40 * CHUNK
+BULK = 40 * SPAN
 
 
 class Alone:
@@ -43,7 +43,7 @@ class Alone:
             self.lines(self.inboxes.memory, sender)[: len(words)] = sent.cuda()
 
     def bulk(self, memory: Tensor, sender: int) -> tuple[Tensor, Tensor]:
-        """int32: what the sender brings in bulk in the next call, and its flags."""
+        """int32: what the sender sends in bulk in the next call, and its flags."""
         behind = memory[self.ranks * CAPACITY :]
         data = behind[: self.ranks * BULK // 2].view(2, self.ranks, -1)[self.number % 2, sender]
         return data, behind[self.ranks * BULK // 2 :].view(self.ranks, -1)[sender]
@@ -60,7 +60,7 @@ class Alone:
                     data, flags = self.bulk(self.inboxes.memory, sender)
                     words = part.contiguous().view(torch.int32).flatten()
                     data[: words.numel()] = words.cuda()
-                    flags[: -(-part.numel() * part.element_size() // CHUNK)] = self.number
+                    flags[: -(-part.numel() * part.element_size() // SPAN)] = self.number
         return [list(piece) for piece in pieces]
 
     def sent(self, part: Tensor) -> list[Tensor]:

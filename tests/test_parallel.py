@@ -330,7 +330,6 @@ def refusals(mesh: DeviceMesh) -> list[str]:
     found.append(message(lambda: model.save_pretrained("nowhere")))
     found.append(message(lambda: quantize_(model, "w8a16", progress=False)))
     found.append(message(lambda: shard_(model, mesh)))
-    found.append(message(lambda: octofuse.save_pretrained(model, "nowhere")))
     found.append(message(lambda: Group(mesh).gather(torch.ones(2, 3), (4, 4))))
     return found
 
@@ -346,16 +345,56 @@ def test_refusals(tmp_path: Path) -> None:
         "mesh: expected ranks that are alike, got the model",
         "rows: expected whole blocks of 128 of a weight with a scale for each, got 0 to 96",
         "cache: expected None, 'int8', 'fp8' or 'fp8-static', got 'int4'",
-        "model: expected a whole model, got one rank's part; save it before it is sharded",
+        "model: expected a whole model, got one rank's part; octofuse.save_pretrained, called on all ranks, writes it",
         "model: expected a floating-point model",
         r"model: expected a whole model, got a part of one \(rank . of 2\)",
-        "model: expected a whole model, got one rank's part; save it before it is sharded",
         "x: expected 4 columns on rank . of 2, got 3",
     )
     for found in on_ranks(2, tmp_path, refusals):
         assert len(found) == len(patterns)
         for text, pattern in zip(found, patterns, strict=True):
             assert re.match(pattern, text), text
+
+
+def written(mesh: DeviceMesh, cases: list[tuple[str, str]], folder: str) -> list[str]:
+    """What is wrong of models that all ranks have saved together, and of these models afterwards."""
+    wrong = []
+    for number, (family, scheme) in enumerate(cases):
+        model = model_of(family, scheme)
+        tokens = tokens_of(2, 12)
+        want = decoded_logits(copy.deepcopy(model), tokens, 6)
+        shard_(model, mesh)
+        path = f"{folder}/{number}"
+        octofuse.save_pretrained(model, path)
+        if not torch.equal(decoded_logits(octofuse.from_pretrained(path), tokens, 6), want):
+            wrong.append(f"{family}, {scheme}: read again")
+        if not torch.equal(decoded_logits(model, tokens, 6), want):
+            wrong.append(f"{family}, {scheme}: afterwards")
+        try:
+            octofuse.save_pretrained(model, path)
+            wrong.append("wrote to a folder that is not empty")
+        except (FileExistsError, RuntimeError) as error:
+            said = (
+                "folder: expected",
+                "rank 1 of 2: rank 0 could not save the model: FileExistsError: folder: expected",
+            )
+            wrong += [] if str(error).startswith(said[mesh.get_rank()]) else [str(error)]
+    fast = shard_(model_of("llama", "w8a8-dynamic"), FastSums(mesh))
+    with pytest.raises(ValueError, match="model: expected exact sums, got one sharded with FastSums"):
+        octofuse.save_pretrained(fast, f"{folder}/fast")
+    return wrong
+
+
+def test_sharded_models_are_saved(tmp_path: Path) -> None:
+    cases = [("llama", scheme) for scheme in SCHEMES if scheme != "fp8-delayed"]
+    cases += [
+        ("gpt2", "w8a8-dynamic"),
+        ("llama, tied", "w4a16-g32-zp"),
+        ("phi3", "w4a16-g32-zp"),
+        ("gpt_neox", "w8a8-static"),
+    ]
+    cases += [("llama, three pairs", "w3a16"), ("gpt2, three heads", "w8a8-dynamic")]
+    assert on_ranks(2, tmp_path, written, cases, str(tmp_path)) == [[], []]
 
 
 def left_alone(mesh: DeviceMesh) -> str:

@@ -28,9 +28,8 @@ Peers parse_peers(int rank, const std::vector<uint64_t>& addresses, py::handle c
   if (capacity < 1 || capacity > kMaxGather) {
     refuse<ValueError>("capacity", "1 to " + std::to_string(kMaxGather) + " bytes", std::to_string(capacity));
   }
-  if (bulk < 0 || bulk > kMaxGather || bulk % kBulkChunk != 0) {
-    refuse<ValueError>("bulk",
-                       "a multiple of " + std::to_string(kBulkChunk) + ", at most " + std::to_string(kMaxGather),
+  if (bulk < 0 || bulk > kMaxGather || bulk % kBulkSpan != 0) {
+    refuse<ValueError>("bulk", "a multiple of " + std::to_string(kBulkSpan) + ", at most " + std::to_string(kMaxGather),
                        std::to_string(bulk));
   }
   expect_dtype(calls, {DType::kInt32});
@@ -147,7 +146,7 @@ void bind_parallel(py::module_& module) {
   module.attr("MOST_GATHERED_ROWS") = kMostGatheredRows;
   module.attr("GATHER_UNIT") = kGatherUnit;
   module.attr("BULK_UNIT") = kBulkUnit;
-  module.attr("BULK_CHUNK") = kBulkChunk;
+  module.attr("BULK_SPAN") = kBulkSpan;
   module.attr("MAX_RANKS") = kMaxRanks;
   module.def("gather_inbox_bytes", &gather_inbox_bytes, py::arg("capacity"), py::arg("bulk"), py::arg("ranks"));
   module.def("most_gathered_columns", &most_gathered_columns, py::arg("norm"));

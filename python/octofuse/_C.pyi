@@ -89,7 +89,7 @@ CALL_COUNTERS: int
 MOST_GATHERED_ROWS: int
 GATHER_UNIT: int
 BULK_UNIT: int
-BULK_CHUNK: int
+BULK_SPAN: int
 MAX_RANKS: int
 
 def gather_inbox_bytes(capacity: int, bulk: int, ranks: int) -> int: ...

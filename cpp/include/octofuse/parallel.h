@@ -13,7 +13,7 @@ constexpr int kCallCounters = 8192;      // blocks of a call at most: each reads
 constexpr int64_t kMaxGather = 1 << 26;  // bytes of a rank
 constexpr int kGatherUnit = 8;           // bytes that travel together, with 8 bytes that say which call they belong to
 constexpr int kBulkUnit = 16;            // bytes of a bulk gather's units
-constexpr int kBulkChunk = 1 << 15;      // bytes of a bulk gather that one flag tells of
+constexpr int kBulkSpan = 1 << 15;       // bytes of a bulk gather that one flag tells of
 
 // All ranks make the same calls in the same order, on one stream each.
 //
@@ -23,15 +23,15 @@ constexpr int kBulkChunk = 1 << 15;      // bytes of a bulk gather that one flag
 struct Peers {
   int ranks = 0, rank = 0;
   int64_t capacity = 0;  // bytes of one rank's rows, at most
-  int64_t bulk = 0;      // the same of a bulk gather at a time, a multiple of kBulkChunk
+  int64_t bulk = 0;      // the same of a bulk gather at a time, a multiple of kBulkSpan
   void* inboxes[kMaxRanks] = {};
   uint32_t* calls = nullptr;
   uint64_t limit = 0;  // ns that a part may let the others wait, before the kernel traps
 };
 
-// Units and their calls, twice; behind them what bulk gathers bring, twice, and a flag for each chunk of it.
+// Units and their calls, twice; behind them what is gathered in bulk, twice, and a flag for each span of it.
 constexpr int64_t gather_inbox_bytes(int64_t capacity, int64_t bulk, int ranks) {
-  return 2 * ranks * (2 * capacity + bulk) + ranks * (bulk / kBulkChunk) * int64_t{sizeof(uint32_t)};
+  return 2 * ranks * (2 * capacity + bulk) + ranks * (bulk / kBulkSpan) * int64_t{sizeof(uint32_t)};
 }
 
 // Small parts travel in units beside their call's number, those above `capacity` in bulk, some rows at a time.

@@ -41,7 +41,7 @@ struct RowPassArgs {
   float* scales = nullptr;
   bool block_scales = false;  // of q in e4m3: every 128 columns their own, scales[block * rows + row]
   bool bare_scales = false;  // a row of zeros gets scale 0: it is part of a row whose scale is the largest of its parts
-  ScaleView scale;           // of all rows, or of each
+  ScaleView scale;           // of all rows, or of each; 0 counts as 1
   // Nothing in flight on the stream writes weight, bias, order or scale: in a captured chain they may be read before
   // the kernel's predecessor has finished.
   bool constants = false;

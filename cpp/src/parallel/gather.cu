@@ -54,13 +54,13 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
 }
 
 constexpr int kBulkThreads = 512;
-constexpr int kBulkUnits = kBulkChunk / kBulkUnit;    // of a chunk
-constexpr int kOfThread = kBulkUnits / kBulkThreads;  // of a chunk
+constexpr int kBulkUnits = kBulkSpan / kBulkUnit;     // of a span
+constexpr int kOfThread = kBulkUnits / kBulkThreads;  // of a span
 constexpr int kBulkBlocks = 264;                      // two for each SM of an H100: enough to fill the link
 
 // Units [first, first + kBulkUnits) of a part that has `count`: all loads of a thread, then all stores.
 template <class Load, class Store>
-__device__ void copy_chunk(int first, int count, Load load, Store store) {
+__device__ void copy_span(int first, int count, Load load, Store store) {
   uint4 units[kOfThread];
 #pragma unroll
   for (int i = 0; i < kOfThread; ++i) {
@@ -74,7 +74,7 @@ __device__ void copy_chunk(int first, int count, Load load, Store store) {
   }
 }
 
-// Every block sends its chunks of this rank's part, with a flag behind each, and takes the same chunks of the others'.
+// Every block sends its spans of this rank's part, with a flag behind each, and takes the same spans of the others'.
 __global__ void __launch_bounds__(kBulkThreads) gather_bulk_kernel(const __grid_constant__ GatherArgs args) {
   wait_for_predecessors();
   launch_dependents();
@@ -92,31 +92,31 @@ __global__ void __launch_bounds__(kBulkThreads) gather_bulk_kernel(const __grid_
   const int own = args.row_units[rank] / kHalf;
   const int count = own * args.rows;
   const int blocks = static_cast<int>(gridDim.x);
-  for (int chunk = static_cast<int>(blockIdx.x); chunk * kBulkUnits < count; chunk += blocks) {
+  for (int span = static_cast<int>(blockIdx.x); span * kBulkUnits < count; span += blocks) {
     const auto send = [&](int unit, const uint4& data) {
       for (int r = 0; r < args.peers.ranks; ++r) {
         if (r != rank) call.bulk(r, rank)[unit] = data;
       }
       out[place_of(unit, own, first, out_units)] = data;
     };
-    copy_chunk(chunk * kBulkUnits, count, [&](int unit) { return x[unit]; }, send);
+    copy_span(span * kBulkUnits, count, [&](int unit) { return x[unit]; }, send);
     __syncthreads();
     const int thread = static_cast<int>(threadIdx.x);
     if (thread < args.peers.ranks && thread != rank) {
       __threadfence_system();  // for the block's other threads as well
-      peers::raise(call.flags(thread, rank) + chunk, call.number);
+      peers::raise(call.flags(thread, rank) + span, call.number);
     }
   }
   first = 0;
   for (int r = 0; r < args.peers.ranks; ++r) {
     const int units = args.row_units[r] / kHalf;
     const int of_rank = r == rank ? 0 : units * args.rows;
-    for (int chunk = static_cast<int>(blockIdx.x); chunk * kBulkUnits < of_rank; chunk += blocks) {
-      if (threadIdx.x == 0) peers::await_flag(call.flags(rank, r) + chunk, call.number, args.peers.limit);
+    for (int span = static_cast<int>(blockIdx.x); span * kBulkUnits < of_rank; span += blocks) {
+      if (threadIdx.x == 0) peers::await_flag(call.flags(rank, r) + span, call.number, args.peers.limit);
       __syncthreads();
       // Past L1: another GPU has written it.
-      copy_chunk(
-          chunk * kBulkUnits, of_rank, [&](int unit) { return __ldcg(call.bulk(rank, r) + unit); },
+      copy_span(
+          span * kBulkUnits, of_rank, [&](int unit) { return __ldcg(call.bulk(rank, r) + unit); },
           [&](int unit, const uint4& data) { out[place_of(unit, units, first, out_units)] = data; });
     }
     first += units;
@@ -136,8 +136,8 @@ void gather_bulk(GatherArgs args, bool chained, cudaStream_t stream) {
   const int at_once = static_cast<int>(std::min<int64_t>(rows, args.peers.bulk / most_bytes(args)));
   for (int row = 0; row < rows; row += at_once) {
     args.rows = std::min(at_once, rows - row);
-    const int64_t chunks = (most_bytes(args) * args.rows + kBulkChunk - 1) / kBulkChunk;
-    const auto blocks = static_cast<unsigned>(std::min<int64_t>(kBulkBlocks, chunks));
+    const int64_t spans = (most_bytes(args) * args.rows + kBulkSpan - 1) / kBulkSpan;
+    const auto blocks = static_cast<unsigned>(std::min<int64_t>(kBulkBlocks, spans));
     launch_kernel("gather_bulk", reinterpret_cast<const void*>(gather_bulk_kernel), dim3(blocks), dim3(kBulkThreads), 0,
                   dim3(1), chained, &args, stream);
     args.x = static_cast<const char*>(args.x) + int64_t{args.row_units[args.peers.rank]} * kGatherUnit * args.rows;

@@ -2,7 +2,7 @@
 // the call in one write of eight, and a reader waits until what it reads bears that number. So nothing but the data
 // travels, once, and no flag has to be seen behind it.
 //
-// A bulk gather has no room for numbers: there a flag for each chunk is written behind it.
+// A bulk gather has no room for numbers: there a flag for each span is written behind it.
 //
 // Two calls in a row use two halves of an inbox. A rank that is at its call n + 2 has the others' parts of call n + 1,
 // which they sent after they had read all of call n: so the half of call n is free.
@@ -94,7 +94,8 @@ struct Call {
   uint32_t number;
 
   // Once earlier kernels have finished.
-  __device__ explicit Call(const Peers& peers) : peers(peers), number(peers.calls[block_of_call() * counters_of_block()] + 1) {}
+  __device__ explicit Call(const Peers& peers)
+      : peers(peers), number(peers.calls[block_of_call() * counters_of_block()] + 1) {}
 
   // Where rank `to` finds what rank `from` has sent.
   __device__ Line* inbox(int to, int from) const {
@@ -102,14 +103,14 @@ struct Call {
     return static_cast<Line*>(peers.inboxes[to]) + (number % 2 * peers.ranks + from) * of_rank;
   }
 
-  // The same of a bulk gather, and the flags that `from` raises there, one for each chunk.
+  // The same of a bulk gather, and the flags that `from` raises there, one for each span.
   __device__ uint4* bulk(int to, int from) const {
     char* const behind = static_cast<char*>(peers.inboxes[to]) + 4 * peers.ranks * peers.capacity;
     return reinterpret_cast<uint4*>(behind + (number % 2 * peers.ranks + from) * peers.bulk);
   }
   __device__ uint32_t* flags(int to, int from) const {
     char* const behind = static_cast<char*>(peers.inboxes[to]) + 2 * peers.ranks * (2 * peers.capacity + peers.bulk);
-    return reinterpret_cast<uint32_t*>(behind) + from * (peers.bulk / kBulkChunk);
+    return reinterpret_cast<uint32_t*>(behind) + from * (peers.bulk / kBulkSpan);
   }
 
   __device__ void send_to_all(int64_t at, uint2 unit) const {

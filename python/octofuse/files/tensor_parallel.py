@@ -14,6 +14,9 @@ from torch import nn
 
 shard: Callable[[Any, Any], Any] | None = None  # (model, mesh) -> model, in place
 device_of: Callable[[Any], torch.device] | None = None  # of this rank of a mesh
+saved: Callable[[nn.Module, Callable[[], None]], None] | None = (
+    None  # (a sharded model, what writes it where it is whole)
+)
 
 
 class TensorParallel:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from octofuse.files import compressed_tensors_writing, own
+from octofuse.files import compressed_tensors_writing, own, tensor_parallel
 from octofuse.nn import PARALLEL, QUANTISED
 
 AUTO = "auto"
@@ -33,7 +33,9 @@ def save_pretrained(
     transformers' own `model.save_pretrained` and `push_to_hub` write the same files, with `format="auto"`.
 
     Args:
-        model: one that `quantize_` has changed, or that was read quantised, or quantised on load.
+        model: one that `quantize_` has changed, or that was read quantised, or quantised on load. One that
+            `octofuse.parallel.shard_` has split is written by its first rank, which needs room for the whole in the host's
+            memory; all ranks call this.
         folder: new, or empty.
         format: "compressed-tensors": int8 and FP8 layers, dynamic or static, and weights of 2 to 8 bits, with zero
             points or without ("w4a16-g128", "w4a16-g128-zp", "w8a16"), or in FP8 ("w8a16-fp8"), of nn.Linear, not
@@ -45,6 +47,7 @@ def save_pretrained(
         FileExistsError: if the folder exists and is not empty.
         TypeError: for what is no transformers model.
         ValueError: for a model without quantised layers, or a layer that the format has no words for, by its name.
+        RuntimeError: on the other ranks of a model that its first one could not write.
     """
     if format not in FORMATS_WRITTEN:
         raise ValueError(f"format: expected one of {', '.join(FORMATS_WRITTEN)}, got {format!r}")
@@ -52,6 +55,14 @@ def save_pretrained(
         raise TypeError(f"model: expected a model of transformers, got {type(model).__name__}")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError("model: expected one without adapters, which model.save_pretrained writes alone")
+    if any(isinstance(module, PARALLEL) for module in model.modules()):
+        assert tensor_parallel.saved is not None
+        tensor_parallel.saved(model, lambda: _write(model, folder, tokenizer, format, max_shard_size))
+    else:
+        _write(model, folder, tokenizer, format, max_shard_size)
+
+
+def _write(model: nn.Module, folder: str | Path, tokenizer: Any, format: str, max_shard_size: int | str) -> None:
     format_of(quantised_layers(model), format)
     attach(model)
     from octofuse.files.quantizer import written_as

@@ -13,6 +13,7 @@ from octofuse.nn.outliers import LLMInt8Linear
 from octofuse.nn.rows import check_blocks, check_rows, rows_of
 from octofuse.nn.two_level import TwoLevelLinear
 from octofuse.nn.weight_only import BCQLinear, CodebookLinear, PackedLinear, Sparse12Linear, WeightOnlyLinear
+from octofuse.nn.whole import whole_of
 
 __all__ = [
     "PARALLEL",
@@ -47,4 +48,5 @@ __all__ = [
     "replace_module",
     "rows_of",
     "verb_of",
+    "whole_of",
 ]

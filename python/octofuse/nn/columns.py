@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from octofuse.nn.linear import EightBitLinear, is_conv1d, weight_of
-from octofuse.nn.weight_only import BCQLinear, CodebookLinear, PackedLinear, Sparse12Linear
-from octofuse.quant import codebook
+from octofuse.nn.rows import codes_of, packed_of
+from octofuse.nn.weight_only import PackedLinear, Sparse12Linear
 from octofuse.quant.affine import BLOCK
-from octofuse.quant.packing import pack, pack_pairs, unpack, unpack_pairs
 
 
 def cuts_columns(layer: nn.Module, columns: Sequence[range]) -> bool:
@@ -88,18 +87,10 @@ def _of_eight_bits(layer: Any, columns: range) -> Any:
 
 
 def _of_packed(layer: Any, columns: range) -> Any:
-    n, k = layer.out_features, layer.in_features
-    made: Any = type(layer)(len(columns), n, bias=False, scheme=layer.scheme, device="meta")
-    packed, bits = layer.packed.detach(), layer.scheme.bits
-    if isinstance(layer, Sparse12Linear):
-        pairs = range(columns.start // 2, -(-columns.stop // 2))
-        made.packed = pack_pairs(_taken(unpack_pairs(packed, n, k), pairs))
-    else:
-        kind = {
-            "planes": isinstance(layer, BCQLinear),
-            "codebook": isinstance(layer, CodebookLinear) and bits == codebook.BITS,
-        }
-        made.packed = pack(_taken(unpack(packed, bits, n, k, **kind), columns), bits, **kind)
+    made: Any = type(layer)(len(columns), layer.out_features, bias=False, scheme=layer.scheme, device="meta")
+    of_code = 2 if isinstance(layer, Sparse12Linear) else 1  # columns
+    codes = _taken(codes_of(layer), range(columns.start // of_code, -(-columns.stop // of_code)))
+    made.packed = packed_of(layer, codes)
     group = layer.scheme.group
     for name, tensor in layer.named_buffers(recurse=False):
         if name == "order" or tensor is None:

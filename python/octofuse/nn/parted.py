@@ -81,8 +81,7 @@ class Parted:
         call = self._call(None, quantize=True, scale=scale, dtype=dtype)
         if scale is None:
             of_part = rows(call._replace(of_part=True))[1]
-            scale = self.joint.beside(of_part).amax(0)
-            scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+            scale = self.joint.beside(of_part).amax(0)  # 0 of zeros, whose products are 0 as well
         return self.joint(rows(call._replace(scale=scale, of_part=True))[0]), scale
 
     def at(self, numbers: Tensor) -> Parted:

@@ -43,7 +43,7 @@ def check_rows(layer: nn.Module, rows: Sequence[range]) -> None:
 
 def check_blocks(rows: Sequence[range], outputs: int) -> None:
     """Raises ValueError for runs that begin or end inside a block of 128 of so many outputs."""
-    _blocks(rows, outputs)
+    blocks_of(rows, outputs)
 
 
 def _has_blocks(layer: EightBitLinear) -> bool:
@@ -72,6 +72,7 @@ def _of_floats(layer: Any, rows: Sequence[range], shares: bool) -> nn.Module:
     is_view = shares and len(rows) == 1
     own = weight[rows[0].start : rows[0].stop] if is_view else _taken(weight, rows)
     made.weight = nn.Parameter(own, requires_grad=False)
+    made.source = type(layer)  # type: ignore[assignment]  # nn.Linear, or a Conv1D that `whole_of` makes again
     bias = _bias(layer, rows)
     made.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)  # type: ignore[assignment]
     return made.train(layer.training)
@@ -85,18 +86,18 @@ def _of_eight_bits(layer: Any, rows: Sequence[range]) -> nn.Module:
     made.weight = _taken(layer.weight, rows)
     scale = layer.weight_scale
     if _has_blocks(layer):
-        made.weight_scale = _taken(scale, _blocks(rows, layer.out_features))
+        made.weight_scale = _taken(scale, blocks_of(rows, layer.out_features))
     elif scale.dim() == 1 and scale.numel() == layer.out_features:
         made.weight_scale = _taken(scale, rows)
     else:
         made.weight_scale = scale.clone()
-    made.input_scale, made.bias = layer.input_scale, _bias(layer, rows)
+    made.input_scale, made.bias, made.is_conv1d = layer.input_scale, _bias(layer, rows), layer.is_conv1d
     if hasattr(layer, "amax_history"):
         made.amax_history = layer.amax_history.clone()
     return made.train(layer.training)  # type: ignore[no-any-return]
 
 
-def _blocks(rows: Sequence[range], count: int) -> list[range]:
+def blocks_of(rows: Sequence[range], count: int) -> list[range]:
     for run in rows:
         if run.start % BLOCK != 0 or (run.stop % BLOCK != 0 and run.stop != count):
             raise ValueError(
@@ -111,22 +112,36 @@ def _of_packed(layer: Any, rows: Sequence[range]) -> nn.Module:
     for name, tensor in layer.named_buffers(recurse=False):
         if name != "order" and tensor is not None:  # scales and zero points, a column for each output
             setattr(made, name, _taken(tensor, rows, tensor.dim() - 1))
-    made.order, made.bias = layer.order, _bias(layer, rows)
+    made.order, made.bias, made.is_conv1d = layer.order, _bias(layer, rows), layer.is_conv1d
     return made.train(layer.training)  # type: ignore[no-any-return]
+
+
+def has_whole_tiles(rows: Sequence[range], outputs: int) -> bool:
+    """Whether no row tile of so many outputs is cut, and all but the last run end where one does."""
+    ends = [run.stop for run in rows[:-1]] + [0 if rows[-1].stop == outputs else rows[-1].stop]
+    return all(row % TILE_ROWS == 0 for row in [*ends, *(run.start for run in rows)])
+
+
+def codes_of(layer: Any) -> Tensor:
+    """Of a PackedLinear, `[N, K]`; of Sparse12Linear two columns each."""
+    n, k, packed = layer.out_features, layer.in_features, layer.packed.detach()
+    if isinstance(layer, Sparse12Linear):
+        return unpack_pairs(packed, n, k)
+    return unpack(packed, layer.scheme.bits, n, k, **_kind(layer))
+
+
+def packed_of(layer: Any, codes: Tensor) -> Tensor:
+    """Of codes as this layer has them."""
+    return pack_pairs(codes) if isinstance(layer, Sparse12Linear) else pack(codes, layer.scheme.bits, **_kind(layer))
+
+
+def _kind(layer: Any) -> dict[str, bool]:
+    is_codebook = isinstance(layer, CodebookLinear) and layer.scheme.bits == codebook.BITS
+    return {"planes": isinstance(layer, BCQLinear), "codebook": is_codebook}
 
 
 def _packed(layer: Any, rows: Sequence[range]) -> Tensor:
     """Whole row tiles are copied; others are taken apart and packed anew."""
-    n, k = layer.out_features, layer.in_features
-    ends = [run.stop for run in rows[:-1]] + [0 if rows[-1].stop == n else rows[-1].stop]
-    if all(row % TILE_ROWS == 0 for row in [*ends, *(run.start for run in rows)]):
+    if has_whole_tiles(rows, layer.out_features):
         return _taken(layer.packed, [range(run.start, packed_rows(run.stop)) for run in rows])
-    packed = layer.packed.detach()
-    if isinstance(layer, Sparse12Linear):
-        return pack_pairs(_taken(unpack_pairs(packed, n, k), rows))
-    bits = layer.scheme.bits
-    kind = {
-        "planes": isinstance(layer, BCQLinear),
-        "codebook": isinstance(layer, CodebookLinear) and bits == codebook.BITS,
-    }
-    return pack(_taken(unpack(packed, bits, n, k, **kind), rows), bits, **kind)
+    return packed_of(layer, _taken(codes_of(layer), rows))

@@ -12,7 +12,7 @@ from octofuse.ops._calls import RowsCall
 
 UNIT: int = _C.GATHER_UNIT  # bytes that a row of any rank is a multiple of
 PACK: int = _C.BULK_UNIT  # the same, of many bytes and of rows that a pass goes over
-CHUNK: int = _C.BULK_CHUNK  # bytes that the most in bulk is a multiple of
+SPAN: int = _C.BULK_SPAN  # bytes that the most in bulk is a multiple of
 MOST_RANKS: int = _C.MAX_RANKS
 COUNTERS: int = _C.CALL_COUNTERS
 MOST_ROWS: int = _C.MOST_GATHERED_ROWS

@@ -156,6 +156,16 @@ class Group:
                 f"{self}: could not gather {own.nbytes:,} bytes of every rank: one has ended or is out of reach ({error})"
             ) from error
 
+    def on_first(self, thing: Any) -> list[Any] | None:
+        """Every rank's, on the first rank of the group; None on the others."""
+        found: list[Any] | None = [None] * self.ranks if self.rank == 0 else None
+        dist.gather_object(thing, found, dist.get_global_rank(self._group, 0), group=self._group)
+        return found
+
+    def broadcast(self, things: list[Any]) -> None:
+        """The first rank's, into every rank's list."""
+        dist.broadcast_object_list(things, dist.get_global_rank(self._group, 0), group=self._group)
+
     def settle(self, device: torch.device) -> None:
         """Waits for what this device was given, exchanges among it: RuntimeError where one takes longer than the group's
         time limit, since then a rank has ended or does not make the same calls."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from octofuse.ops.peers import CHUNK, COUNTERS, Inboxes, inbox_bytes
+from octofuse.ops.peers import COUNTERS, SPAN, Inboxes, inbox_bytes
 
 CAPACITY = 1 << 19  # bytes of a rank's part that travel with a number each; larger ones go in bulk
 BULK = 1 << 25  # bytes of all ranks' parts in bulk at a time
@@ -40,7 +40,7 @@ def _made(group: Any, rank: int, ranks: int, device: torch.device, limit: float)
     import torch.distributed._symmetric_memory as symmetric
 
     with torch.cuda.device(device):
-        bulk = BULK // ranks // CHUNK * CHUNK
+        bulk = BULK // ranks // SPAN * SPAN
         memory = symmetric.empty(inbox_bytes(CAPACITY, bulk, ranks), dtype=torch.uint8, device=device)
         memory.zero_()
         calls = torch.zeros(COUNTERS, dtype=torch.int32, device=device)

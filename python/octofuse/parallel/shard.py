@@ -37,10 +37,12 @@ _ATTRIBUTE = "_octofuse_share"
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of a model; heads: of each block."""
+    """What a rank has of a model; heads: of each block; rows: of each linear, every rank's outputs. Of a head that is a
+    view of the embeddings there are none: these are whole."""
 
     group: Group
     heads: tuple[Heads, ...]
+    rows: dict[str, list[Sequence[range]]]
 
 
 def share_of(model: nn.Module) -> Share | None:
@@ -85,13 +87,15 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
     # First: what one rank alone refused would leave the others waiting.
     group.check_alike({"the model": _digest(model)})
     architecture = architecture_of(model)
+    rows: dict[str, list[Sequence[range]]] = {}
     for rank in range(group.ranks):  # every rank's part, so that all refuse what one of them would
         for piece in _pieces(model, architecture, _Rank(group, rank, fast)):
             _check(piece)
+            if not piece.shares:
+                rows.setdefault(piece.name, []).append(piece.rows)
     pieces = _pieces(model, architecture, _Rank(group, group.rank, fast))
     shares = [HeadShare(heads, group.rank, group.ranks) for heads in architecture.heads]
-    object.__setattr__(model, _ATTRIBUTE, Share(group, tuple(share.heads for share in shares)))
-    object.__setattr__(model, "save_pretrained", _not_saved)
+    remember_(model, Share(group, tuple(share.heads for share in shares), rows))
     blocks: Any = model.get_submodule(architecture.names.blocks)
     for block, own in zip(blocks, shares, strict=True):
         keep_heads(block.get_submodule(architecture.names.qkv[0].rpartition(".")[0]), own.heads)
@@ -101,8 +105,21 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
     return model.requires_grad_(False)
 
 
+def remember_(model: nn.Module, share: Share) -> None:
+    """That the model is a part."""
+    object.__setattr__(model, _ATTRIBUTE, share)
+    object.__setattr__(model, "save_pretrained", _not_saved)
+
+
+def forget_(model: nn.Module) -> None:
+    for name in (_ATTRIBUTE, "save_pretrained"):
+        object.__delattr__(model, name)
+
+
 def _not_saved(*_: Any, **__: Any) -> Any:
-    raise ValueError("model: expected a whole model, got one rank's part; save it before it is sharded")
+    raise ValueError(
+        "model: expected a whole model, got one rank's part; octofuse.save_pretrained, called on all ranks, writes it"
+    )
 
 
 def _digest(model: Any) -> str:

@@ -1,0 +1,77 @@
+"""A sharded model, whole again for as long as its files are written."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from octofuse.nn import GatheredLinear, SummedLinear, replace_module, whole_of
+from octofuse.parallel.shard import Share, forget_, remember_, share_of
+
+
+def saved(model: nn.Module, write: Callable[[], None]) -> None:
+    """Calls write() on the first rank, whose model is whole meanwhile, in the host's memory; returns on all when it has.
+
+    All ranks call it. Raises ValueError for sums that are split, and on every rank what write() raises on the first: there
+    as it is, elsewhere as a RuntimeError.
+    """
+    share = share_of(model)
+    assert share is not None
+    if any(isinstance(module, SummedLinear) for module in model.modules()):
+        raise ValueError("model: expected exact sums, got one sharded with FastSums; save it before it is sharded")
+    said: list[str | None] = [None]
+    parts = {name: model.get_submodule(name) for name in share.rows}
+    whole = {name: _whole(share, name, part) for name, part in parts.items()}
+    for name, part in model.named_modules():  # a head that shares the embeddings' weight
+        if isinstance(part, GatheredLinear) and name not in share.rows:
+            parts[name], whole[name] = part, _tied(model)
+    try:
+        if share.group.rank == 0:
+            _exchange(model, whole)
+            forget_(model)
+            write()
+    except BaseException as error:
+        said[0] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if share.group.rank == 0:
+            _exchange(model, parts)
+            remember_(model, share)
+        share.group.broadcast(said)
+    if said[0] is not None and share.group.rank != 0:
+        raise RuntimeError(f"{share.group}: rank 0 could not save the model: {said[0]}")
+
+
+def _tied(model: Any) -> nn.Module:
+    weight = model.get_input_embeddings().weight
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    head.weight = weight
+    return head
+
+
+def _exchange(model: nn.Module, layers: dict[str, Any]) -> None:
+    for name, layer in layers.items():
+        replace_module(model, name, layer)
+
+
+def _whole(share: Share, name: str, part: Any) -> nn.Module | None:
+    """On the first rank, of every rank's layer."""
+    own = part.layer if isinstance(part, GatheredLinear) else part
+    parts = share.group.on_first(_packed(own))
+    return None if parts is None else whole_of([_unpacked(one) for one in parts], share.rows[name])
+
+
+def _packed(layer: nn.Module) -> bytes:
+    """As torch's files have it: its objects between processes do not know float8."""
+    buffer = io.BytesIO()
+    torch.save(copy.deepcopy(layer).cpu(), buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(packed: bytes) -> Any:
+    return torch.load(io.BytesIO(packed), weights_only=False)  # from a rank of this program
