@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,17 +16,45 @@ CAPACITY = 1 << 20
 BULK = 40 * SPAN
 
 
-class Alone:
-    """Rank `rank` of `ranks`. expect() says what the others send in its next call."""
+def signed(number: int) -> int:
+    """A call's 32 bits, as int32 has them."""
+    return (number + 2**31) % 2**32 - 2**31
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.ranks, self.number = ranks, 0
+
+class Alone:
+    """Rank `rank` of `ranks`, which has made `number` calls. expect() says what the others send in its next one; inside
+    late() that comes only while the kernel waits."""
+
+    def __init__(self, rank: int, ranks: int, number: int = 0) -> None:
+        self.ranks, self.number = ranks, number
+        self.delayed: list[tuple[Tensor, Tensor]] | None = None
         # From the host: initcheck does not see what torch's own kernels write.
         size = inbox_bytes(CAPACITY, BULK, ranks) // 4
         self.memories = [torch.zeros(size, dtype=torch.int32).cuda() for _ in range(ranks)]
-        calls = torch.zeros(COUNTERS, dtype=torch.int32).cuda()
+        calls = torch.full((COUNTERS,), signed(number), dtype=torch.int32).cuda()
         addresses = tuple(memory.data_ptr() for memory in self.memories)
         self.inboxes = Inboxes(rank, addresses, self.memories[rank], calls, CAPACITY, BULK, 5.0)
+
+    def put(self, to: Tensor, what: Tensor) -> None:
+        if self.delayed is None:
+            to.copy_(what.cuda())
+        else:
+            self.delayed.append((to, what.cuda()))
+
+    @contextmanager
+    def late(self) -> Iterator[None]:
+        """What is expected inside comes by another stream, some milliseconds behind what is launched here."""
+        self.delayed = []
+        other = torch.cuda.Stream()
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize()
+            arrivals, self.delayed = self.delayed, None
+            with torch.cuda.stream(other):
+                torch.cuda._sleep(20_000_000)
+                for to, what in arrivals:
+                    to.copy_(what)
 
     def lines(self, memory: Tensor, sender: int) -> Tensor:
         """int32 `[units, 4]`: where the sender's part of the next call lies."""
@@ -38,9 +68,9 @@ class Alone:
             if sender == self.inboxes.rank:
                 continue
             words = part.contiguous().view(torch.int32).reshape(-1, 2)
-            number = torch.full((len(words),), self.number, dtype=torch.int32)
+            number = torch.full((len(words),), signed(self.number), dtype=torch.int32)
             sent = torch.stack([words[:, 0], number, words[:, 1], number], 1)
-            self.lines(self.inboxes.memory, sender)[: len(words)] = sent.cuda()
+            self.put(self.lines(self.inboxes.memory, sender)[: len(words)], sent)
 
     def bulk(self, memory: Tensor, sender: int) -> tuple[Tensor, Tensor]:
         """int32: what the sender sends in bulk in the next call, and its flags."""
@@ -59,8 +89,9 @@ class Alone:
                 if sender != self.inboxes.rank:
                     data, flags = self.bulk(self.inboxes.memory, sender)
                     words = part.contiguous().view(torch.int32).flatten()
-                    data[: words.numel()] = words.cuda()
-                    flags[: -(-part.numel() * part.element_size() // SPAN)] = self.number
+                    self.put(data[: words.numel()], words)
+                    raised = flags[: -(-part.numel() * part.element_size() // SPAN)]
+                    self.put(raised, torch.full_like(raised, signed(self.number), device="cpu"))
         return [list(piece) for piece in pieces]
 
     def sent(self, part: Tensor) -> list[Tensor]:
@@ -71,7 +102,7 @@ class Alone:
             if rank == self.inboxes.rank:
                 continue
             lines = self.lines(memory, self.inboxes.rank)[:count].cpu()
-            assert bool((lines[:, 1::2] == self.number).all())
+            assert bool((lines[:, 1::2] == signed(self.number)).all())
             found.append(lines[:, ::2].contiguous().view(part.dtype).view(part.shape))
         return found
 

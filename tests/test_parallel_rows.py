@@ -24,7 +24,7 @@ PASSES: dict[str, dict[str, Any]] = {
     "e4m3": {"quantize": True, "q_dtype": E4M3},
 }
 OPS = ("copy", "rms_norm", "layer_norm", "gated_activation")
-SIZES = ((8,), (40, 8, 264), (384, 384), (2048, 2048), (3072, 2048, 3072), (8192, 8192))
+SIZES = ((8,), (40, 8, 264), (384, 384), (2048, 2048), (3072, 2048, 3072), (8192, 8192), (14336, 14336), (24576, 24576))
 
 
 def parts_of(rows: int, sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -48,16 +48,19 @@ def equal(got: list[Tensor], want: list[Tensor]) -> bool:
     return len(got) == len(want) and all(torch.equal(bits(a), bits(b)) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 33, MOST_ROWS])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("op", OPS)
+def fits(op: str, sizes: tuple[int, ...], rows: int) -> bool:
+    return max(sizes) * rows * 2 <= CAPACITY and (sum(sizes) <= 16384 or not op.endswith("norm"))
+
+
+CASES = [(op, sizes, rows) for op in OPS for sizes in SIZES for rows in (1, 3, 33, MOST_ROWS) if fits(op, sizes, rows)]
+
+
+@pytest.mark.parametrize(("op", "sizes", "rows"), CASES)
 def test_rows_are_gathered(op: str, sizes: tuple[int, ...], rows: int) -> None:
+    rank = len(sizes) // 2
+    alone = Alone(rank, len(sizes))
     for dtype in (torch.float16, torch.bfloat16):
         for name, options in PASSES.items():
-            if max(sizes) * rows * 2 > CAPACITY:
-                continue
-            rank = len(sizes) // 2
-            alone = Alone(rank, len(sizes))
             affine = weights(op, sum(sizes), torch.float32 if name == "e4m3" else dtype)
             gates = parts_of(rows, sizes, dtype) if op == "gated_activation" else None
             for call_number in range(2):
@@ -72,10 +75,11 @@ def test_rows_are_gathered(op: str, sizes: tuple[int, ...], rows: int) -> None:
                 call = on_gpu(rows_call(own, op, **affine, **options))
                 alone.expect(parts)
                 assert alone.inboxes.takes_rows(call, sizes)
-                got = alone.inboxes.rows(call, sizes)
+                # Clusters may share a row, as on compute capability 9.0, or a block has it for itself.
+                got = alone.inboxes.rows(call, sizes, clusters=call_number == 0)
                 assert equal(got, want), (dtype, name, call_number)
                 assert all(torch.equal(one, parts[rank]) for one in alone.sent(parts[rank]))
-            assert bool((alone.inboxes.calls == 2).all())
+    assert bool((alone.inboxes.calls == 2 * 2 * len(PASSES)).all())
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -97,6 +101,40 @@ def test_rows_are_added(ranks: int, cols: int, rows: int) -> None:
             alone.expect(parts)
             alone_call = on_gpu(rows_call(parts[-1], "copy"))
             assert equal(alone.inboxes.rows(alone_call, sizes, adds=True), [total.to(dtype)])
+
+
+@pytest.mark.parametrize("number", [0, 2**31 + 5, 2**32 - 3])
+@pytest.mark.parametrize("what", ["rows", "sum", "gather", "bulk"])
+def test_it_waits(what: str, number: int) -> None:
+    """For what comes while it runs, and around the end of the call numbers."""
+    alone, sizes = Alone(1, 2, number), (2048, 2048)
+    for _ in range(4):
+        parts = parts_of(320 if what == "bulk" else 2, sizes, torch.float16)
+        parts = [part + torch.randn(()) for part in parts]
+        own, whole = parts[1].cuda(), torch.cat(parts, 1)
+        with alone.late():
+            alone.expect_bulk(parts) if what == "bulk" else alone.expect(parts)
+        if what == "rows":
+            got, want = (
+                alone.inboxes.rows(rows_call(own, "rms_norm"), sizes)[0],
+                _C.rows(rows_call(whole, "rms_norm"))[0],
+            )
+        elif what == "sum":
+            got = alone.inboxes.rows(rows_call(own, "copy"), sizes, adds=True)[0]
+            want = (parts[0].float() + parts[1].float()).half()
+        else:
+            got, want = alone.inboxes.gather(own, sizes), whole
+        assert torch.equal(got.cpu(), want)
+
+
+def test_weights_in_the_middle_of_a_tensor() -> None:
+    """At addresses that a kernel could not read in vectors."""
+    alone, x = Alone(0, 1), torch.randn(2, 64).half()
+    flat = torch.rand(2, 67).half().cuda()
+    views = {"weight": flat[0, 3:], "bias": flat[1, 1:65]}
+    got = alone.inboxes.rows(on_gpu(rows_call(x, "layer_norm"))._replace(**views), (64,))
+    want = _C.rows(rows_call(x, "layer_norm", **{name: view.cpu().clone() for name, view in views.items()}))
+    assert equal(got, want)
 
 
 def test_a_captured_row_of_calls() -> None:

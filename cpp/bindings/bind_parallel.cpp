@@ -103,7 +103,7 @@ py::object gather_op(py::handle x_object, const std::vector<int64_t>& sizes, int
 // `rows` does, and for the norm of a sum the sum as well. adds: every rank has whole rows, which are added.
 py::object gather_rows_op(const py::tuple& fields, bool adds, const std::vector<int64_t>& sizes, int rank,
                           const std::vector<uint64_t>& addresses, py::handle calls, int64_t capacity, int64_t bulk,
-                          double limit) {
+                          double limit, bool clusters) {
   const RowsFields given(fields);
   const TensorView x(given.x, "x");
   GatherRowsArgs args;
@@ -119,11 +119,12 @@ py::object gather_rows_op(const py::tuple& fields, bool adds, const std::vector<
   if (rows.ldx * 2 % kPackBytes != 0) refuse<ValueError>("x", "rows at multiples of 16 bytes", x.shape_text());
   for (size_t r = 0; r < sizes.size(); ++r) args.cols[r] = static_cast<int>(sizes[r]);
   args.adds = adds;
+  args.clusters = clusters;
   const int64_t whole = adds ? rows.cols : parts * std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
   rows.cols = whole;
   parse_rows(given, x, rows);
   if (!given.residual.is_none()) refuse<ValueError>("residual", "None", "a tensor");
-  const int64_t most = most_gathered_columns(rows.norm != Norm::kNone);
+  const int64_t most = most_gathered_columns(rows.norm != Norm::kNone, x.device());
   const bool plain =
       rows.order == nullptr && !rows.block_scales && (rows.activation == Activation::kNone || rows.gated);
   if (!plain || (adds && rows.gated) || rows.rows > kMostGatheredRows || rows.cols > most) {
@@ -149,11 +150,12 @@ void bind_parallel(py::module_& module) {
   module.attr("BULK_SPAN") = kBulkSpan;
   module.attr("MAX_RANKS") = kMaxRanks;
   module.def("gather_inbox_bytes", &gather_inbox_bytes, py::arg("capacity"), py::arg("bulk"), py::arg("ranks"));
-  module.def("most_gathered_columns", &most_gathered_columns, py::arg("norm"));
+  module.def("most_gathered_columns", &most_gathered_columns, py::arg("norm"), py::arg("device"));
   module.def("gather", &gather_op, py::arg("x"), py::arg("sizes"), py::arg("rank"), py::arg("addresses"),
              py::arg("calls"), py::arg("capacity"), py::arg("bulk"), py::arg("limit"));
   module.def("gather_rows", &gather_rows_op, py::arg("call"), py::arg("adds"), py::arg("sizes"), py::arg("rank"),
-             py::arg("addresses"), py::arg("calls"), py::arg("capacity"), py::arg("bulk"), py::arg("limit"));
+             py::arg("addresses"), py::arg("calls"), py::arg("capacity"), py::arg("bulk"), py::arg("limit"),
+             py::arg("clusters") = true);
 }
 
 }  // namespace octofuse

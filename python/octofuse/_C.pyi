@@ -103,7 +103,7 @@ def gather(
     bulk: int,
     limit: float,
 ) -> Tensor: ...
-def most_gathered_columns(norm: bool) -> int: ...
+def most_gathered_columns(norm: bool, device: int) -> int: ...
 def gather_rows(
     call: RowsCall,
     adds: bool,
@@ -114,6 +114,7 @@ def gather_rows(
     capacity: int,
     bulk: int,
     limit: float,
+    clusters: bool = True,
 ) -> list[Tensor]: ...
 
 # bind_decode.cpp

@@ -242,6 +242,7 @@ class Generator:
             draws.refill()
             threads.adjust()
             count += session.advance(min(look_every - (count - done), most - count))
+            session.decoder.mark()
 
     def _session(self, batch: int, length: int, sampling: Sampling) -> Session:
         capacity = _rounded_up(length, CAPACITY_STEP)

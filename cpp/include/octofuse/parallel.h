@@ -55,12 +55,13 @@ struct GatherRowsArgs {
   Peers peers;
   int cols[kMaxRanks] = {};  // of each rank, multiples of 8
   bool adds = false;         // every rank has whole rows, which are added in the ranks' order, in fp32
+  bool clusters = true;      // may share a row where the device has them
   RowPassArgs rows;
 };
 
 // Rows and columns that gather_rows() takes.
 constexpr int64_t kMostGatheredRows = 256;
-int64_t most_gathered_columns(bool norm);
+int64_t most_gathered_columns(bool norm, int device);
 
 void gather_rows(const GatherRowsArgs& args, int device, Stream stream);
 

@@ -68,7 +68,8 @@ const void* kernel_for(int packs) {
 }  // namespace
 
 bool run_clustered(const GatherRowsArgs& args, int device, cudaStream_t stream) {
-  if (args.rows.norm != Norm::kNone || !device_capability(device).kernels_sm90a) return false;
+  const bool served = args.clusters && args.rows.norm == Norm::kNone;
+  if (!served || !device_capability(device).kernels_sm90a) return false;
   const int packs = static_cast<int>(args.rows.cols) / kPack;
   unsigned blocks = 1;
   while (blocks < rows::kMostClusterBlocks && static_cast<int>(blocks) * kThreads < packs) blocks *= 2;

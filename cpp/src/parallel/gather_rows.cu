@@ -1,5 +1,7 @@
 // Rows that ranks have parts of: gathered or added up, a block each, and normalised or quantised by the pass that one
 // device runs, so that the bits are the same.
+#include <algorithm>
+
 #include "device/launch.h"
 #include "octofuse/device.h"
 #include "parallel/clustered.h"
@@ -111,13 +113,17 @@ RowsKernel kernel_for(const RowPassArgs& rows) {
 constexpr int kMostNorm = 512 * 4 * kPack;
 constexpr int kMostCopy = 3 * 8 * 256 * kPack;  // what a cluster takes
 constexpr int kNoOptIn = 40960;                 // bytes of dynamic shared memory, beside a kernel's own, without a word
-// A norm's weight and bias in fp32, and the row.
-constexpr int kMostShared = kMostNorm * (4 + 4 + 2);
-static_assert(kMostShared >= kMostCopy * 2 && kMostShared <= 162 << 10);
+constexpr int kOwn = 6 << 10;                   // bytes of a kernel's own, at most
+constexpr int kNormBytes = 4 + 4 + 2;           // of a column: weight and bias in fp32, and the row
+constexpr int kCopyBytes = 2;
 
 }  // namespace
 
-int64_t most_gathered_columns(bool norm) { return norm ? kMostNorm : kMostCopy; }
+int64_t most_gathered_columns(bool norm, int device) {
+  const int64_t room = device_capability(device).whole_shared_memory - kOwn;
+  const int64_t columns = std::min<int64_t>(norm ? kMostNorm : kMostCopy, room / (norm ? kNormBytes : kCopyBytes));
+  return columns / kPack * kPack;
+}
 
 void gather_rows(const GatherRowsArgs& args, int device, Stream stream) {
   if (args.rows.rows == 0) return;
@@ -127,7 +133,11 @@ void gather_rows(const GatherRowsArgs& args, int device, Stream stream) {
   const RowsKernel kernel =
       args.rows.type == DType::kFloat16 ? kernel_for<__half>(args.rows) : kernel_for<__nv_bfloat16>(args.rows);
   const int shared = rows::affine_bytes(args.rows) + 2 * static_cast<int>(args.rows.cols);
-  if (shared > kNoOptIn) allow_shared_memory(kernel.function, kMostShared, device, *kernel.raised);
+  if (shared > kNoOptIn) {
+    const bool norm = args.rows.norm != Norm::kNone;
+    const auto most = static_cast<int>(most_gathered_columns(norm, device)) * (norm ? kNormBytes : kCopyBytes);
+    allow_shared_memory(kernel.function, most, device, *kernel.raised);
+  }
   GatherRowsArgs kernel_args = args;
   launch_kernel("gather_rows", kernel.function, dim3(static_cast<unsigned>(args.rows.rows)),
                 dim3(static_cast<unsigned>(kernel.threads)), shared, dim3(1), is_chained(cuda_stream, device),

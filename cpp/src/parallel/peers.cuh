@@ -41,10 +41,10 @@ __device__ inline void raise(uint32_t* flag, uint32_t call) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(call) : "memory");
 }
 
-// Or of a later call: who raises it for the next one has brought this one's data, which lie in the other half.
+// Or of the next call: who raises it for that has sent this one's data, which lie in the other half. Nobody is further.
 __device__ inline void await_flag(const uint32_t* flag, uint32_t call, uint64_t limit) {
   const uint64_t start = nanoseconds();
-  for (uint32_t raised = call - 1; static_cast<int32_t>(raised - call) < 0;) {
+  for (uint32_t raised = call - 1; raised - call > 1;) {
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(raised) : "l"(flag) : "memory");
     if (nanoseconds() - start > limit) __trap();
   }

@@ -40,11 +40,15 @@ def ranked(device: str, *, fast_sums: bool = False) -> Iterator[tuple[torch.devi
         found = torch.device("cuda", local)
         torch.cuda.set_device(found)
     dist.init_process_group("nccl" if found.type == "cuda" else "gloo", timeout=LIMIT)
+    mesh = init_device_mesh(found.type, (ranks,))
     try:
-        mesh = init_device_mesh(found.type, (ranks,))
         yield found, FastSums(mesh) if fast_sums else mesh
-    finally:
+    except RuntimeError:  # of an exchange, perhaps: then nobody is left to take leave of
+        raise
+    except BaseException:
         dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def is_first() -> bool:

@@ -103,6 +103,11 @@ class Decoder:
         rows = self.token_embeddings.new_zeros(HEAD_ROWS, self.width) if pads else None
         return Cache(codes, scales, self.fixed_scales, rotary, scratch, rows)
 
+    def mark(self) -> None:
+        """Of ranks, that a step was given to the device (`settle`)."""
+        if self.group is not None:
+            self.group.mark(self.device)
+
     def settle(self) -> None:
         """Waits for what ranks exchange, no longer than their time limit: RuntimeError where one has ended."""
         if self.group is not None:

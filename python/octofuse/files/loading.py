@@ -8,7 +8,8 @@ transformers' business, and what lies in memory is the file's size and one layer
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from octofuse.files.gptq import Gptq
 from octofuse.files.headers import Header, local_folder, method_of, read_headers, weight_files
 from octofuse.files.hooks import exchange_hooked
 from octofuse.files.own import METHOD, Own
-from octofuse.nn import PARALLEL, linear_layers, output_heads, replace_module
+from octofuse.nn import PARALLEL, linear_layers, output_heads, replace_module, rows_of
 from octofuse.nn.linear import is_conv1d
 from octofuse.quant import Scheme
 from octofuse.quant.affine import BLOCK
@@ -40,12 +41,31 @@ _LEFT_OUT = re.compile(r"\.(?:[kqv]_scale|[kv]_zero_point|rotary_emb\.inv_freq)$
 _OF_QUANTISED = {"qweight", "qzeros", "weight_packed", "weight_zero_point", "weight_scale_inv", "weight_absmax", "SCB"}
 
 
-class Waiting(nn.Module):
-    """The tensors of one quantised linear, as the file has them, until its layer is made."""
+class Later(nn.Module):
+    """Stands where a linear will, until its layer is made, or a rank's part of it."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features  # some models ask for them meanwhile
+
+    @abstractmethod
+    def layer(self) -> nn.Module: ...
+
+    def part(self, rows: Sequence[range], *, shares: bool = False) -> nn.Module:
+        """`rows_of` the layer."""
+        return rows_of(self.layer(), rows, shares=shares)
+
+    @property
+    @abstractmethod
+    def unit(self) -> int | None:
+        """Outputs that share a scale."""
+
+
+class Waiting(Later):
+    """The tensors of one quantised linear, as the file has them."""
 
     def __init__(self, name: str, linear: Linear, stored: Stored, headers: Mapping[str, Header], to: Reader) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.k, linear.n  # some models ask for them meanwhile
+        super().__init__(linear.k, linear.n)
         self.name, self.is_conv1d, self.stored = name, is_conv1d(linear.module), stored
         self.dtype, self.device = to.dtype, to.device
         self.file = next(iter(headers.values())).file
@@ -70,7 +90,6 @@ class Waiting(nn.Module):
 
     @property
     def unit(self) -> int | None:
-        """Outputs that share a scale."""
         scheme = getattr(self.stored, "scheme", None)
         return BLOCK if isinstance(scheme, Scheme) and scheme.weights == "block" else None
 

@@ -5,7 +5,7 @@ So no more lies in memory than the quantised model, and one linear.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
 from octofuse.files.headers import read_headers
-from octofuse.files.loading import check_tensor, renamed
-from octofuse.nn import linear_layers, output_heads, quantised_layer, replace_module
+from octofuse.files.loading import Later, check_tensor, renamed
+from octofuse.nn import linear_layers, output_heads, quantised_layer, replace_module, rows_of
+from octofuse.nn.linear import is_conv1d
 from octofuse.nn.plan import schemes_of
 from octofuse.quant import AnyScheme, Scheme, scheme_named
+from octofuse.quant.affine import BLOCK
 
 
 def bytes_a_weight(scheme: AnyScheme) -> float:
@@ -29,11 +31,41 @@ def bytes_a_weight(scheme: AnyScheme) -> float:
     return (bits + (0 if scheme.group is None else scales / scheme.group)) / 8
 
 
+class Unquantised(Later):
+    """A floating-point linear of a model that ranks will share: each quantises its own outputs alone."""
+
+    def __init__(self, name: str, linear: nn.Module, scheme: AnyScheme) -> None:
+        weight: Any = linear.weight
+        outputs, inputs = reversed(weight.shape) if is_conv1d(linear) else weight.shape
+        super().__init__(inputs, outputs)
+        self.name, self.linear, self.scheme = name, linear, scheme
+
+    def layer(self) -> nn.Module:
+        return _quantised(self.name, self.linear, self.scheme)
+
+    def part(self, rows: Sequence[range], *, shares: bool = False) -> nn.Module:
+        """Of some outputs of the floating-point weight, unless all of it share a scale."""
+        if isinstance(self.scheme, Scheme) and self.scheme.weights == "tensor":
+            return super().part(rows, shares=shares)
+        made: Any = _quantised(self.name, rows_of(self.linear, rows), self.scheme)
+        made.is_conv1d = is_conv1d(self.linear)
+        return made  # type: ignore[no-any-return]
+
+    @property
+    def unit(self) -> int | None:
+        return BLOCK if isinstance(self.scheme, Scheme) and self.scheme.weights == "block" else None
+
+
 class OnLoad:
-    """Has the methods of `loading.Reader`, and what transformers asks a quantizer for every tensor."""
+    """Has the methods of `loading.Reader`, and what transformers asks a quantizer for every tensor.
+
+    for_ranks: the model is read in floating point, mapped where it stays in the file's dtype, and its linears wait for
+    whoever takes a rank's part of them.
+    """
 
     def __init__(self, scheme: str, exceptions: Mapping[str, str | None]) -> None:
         self.scheme, self.exceptions = scheme_named(scheme), exceptions
+        self.for_ranks = False
         self.plan: dict[str, AnyScheme] = {}
         self.heads: set[str] = set()
 
@@ -52,7 +84,7 @@ class OnLoad:
     def needs(self, tensor: str) -> bool:
         """Whether a tensor is to be quantised as it is read. A head may share its weight: it comes at the end."""
         name, _, own = tensor.rpartition(".")
-        return own == "weight" and name in self.plan and name not in self.heads
+        return own == "weight" and name in self.plan and name not in self.heads and not self.for_ranks
 
     def element_size(self, tensor: str) -> float:
         return bytes_a_weight(self.plan[tensor.rpartition(".")[0]])
@@ -66,16 +98,23 @@ class OnLoad:
     @torch.inference_mode(False)
     def after(self, model: Any) -> None:
         for name in sorted(self.heads & self.plan.keys()):
-            _exchange(model, name, model.get_submodule(name), self.plan[name])
             model.config.tie_word_embeddings = False
+            if not self.for_ranks:
+                _exchange(model, name, model.get_submodule(name), self.plan[name])
+        for name, scheme in self.plan.items() if self.for_ranks else ():
+            replace_module(model, name, Unquantised(name, model.get_submodule(name), scheme))
         model.requires_grad_(False)
 
 
-def _exchange(model: nn.Module, name: str, layer: nn.Module, scheme: AnyScheme) -> None:
+def _quantised(name: str, layer: nn.Module, scheme: AnyScheme) -> nn.Module:
     try:
-        built = quantised_layer(layer, scheme)
+        return quantised_layer(layer, scheme)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def _exchange(model: nn.Module, name: str, layer: nn.Module, scheme: AnyScheme) -> None:
+    built = _quantised(name, layer, scheme)
     for tensor in built.state_dict(keep_vars=True).values():  # some models initialise tensors by their names
         tensor._is_hf_initialized = True
     replace_module(model, name, built)

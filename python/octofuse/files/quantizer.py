@@ -112,6 +112,8 @@ class OctofuseQuantizer(HfQuantizer):  # type: ignore[misc]
         if not checkpoint_files:
             raise ValueError("checkpoint: expected safetensors files, got none")
         self.parallel.before(model)
+        if isinstance(self.work, OnLoad):
+            self.work.for_ranks = self.parallel.wanted or _MESH.get() is not None
         self.work.before(model, [Path(file) for file in checkpoint_files], model.dtype)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

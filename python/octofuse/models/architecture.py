@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from octofuse.files.loading import Waiting
+from octofuse.files.loading import Later
 from octofuse.models.blocks import BLOCKS, Block, Names
 from octofuse.nn import PARALLEL, QUANTISED, Norm
 from octofuse.nn.linear import is_conv1d
@@ -172,7 +172,7 @@ def _check_layers(model: nn.Module, block: Block) -> None:
             layer = one.get_submodule(name)
             if isinstance(layer, PARALLEL):
                 layer = layer.layer
-            if not (type(layer) is nn.Linear or is_conv1d(layer) or isinstance(layer, (*QUANTISED, Waiting))):
+            if not (type(layer) is nn.Linear or is_conv1d(layer) or isinstance(layer, (*QUANTISED, Later))):
                 raise ValueError(
                     f"model: expected {names.blocks}.{index}.{name} to be an nn.Linear, a Conv1D or a layer that "
                     f"quantize_ has made, got {type(layer).__name__} (adapters have to be merged first)"

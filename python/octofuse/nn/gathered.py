@@ -104,8 +104,9 @@ class SummedFused:
 
     def fused(self, x: Tensor, *, gate: Activation | None = None, residual: Tensor | Parted | None = None) -> Parted:
         """As the layer's own; x is this rank's part, with gate this rank's gates and values; residual: whole."""
-        added = whole(residual) if residual is not None and self.around.is_first else None
-        return Parted(self.inner.fused(x, gate=gate, residual=added), self.around.joint)
+        added = None if residual is None else whole(residual)  # on every rank: it may have to be joined
+        part = self.inner.fused(x, gate=gate, residual=added if self.around.is_first else None)
+        return Parted(part, self.around.joint)
 
 
 Exchanging = GatheredFused | SummedFused

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from octofuse.nn.norm import Norm
 
 
-MANY = 1 << 16  # elements of a part from which it pays to quantise it before it travels
+MANY = 1 << 16  # elements of the widest part from which it pays to quantise parts before they travel
 
 
 class Joint(Protocol):
@@ -27,6 +27,10 @@ class Joint(Protocol):
 
     @property
     def adds(self) -> bool: ...
+
+    @property
+    def widest(self) -> int:
+        """Columns of the widest part: ranks decide by what is the same on all."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -71,8 +75,10 @@ class Parted:
             return None
         found = self.joint.rows(self._call(norm, quantize=True, scale=scale, dtype=dtype))
         if found is None:
-            many = self.part.numel() >= MANY and norm is None and not self.joint.adds
-            return self._quantised_before(scale, dtype) if many else None
+            if self.joint.adds or norm is not None:
+                return None
+            count = self.part.numel() // self.part.shape[-1]
+            return self._quantised_before(scale, dtype) if count * self.joint.widest >= MANY else None
         q, *scales = self._without_sum(found, norm)
         return q, scale if scale is not None else scales[0]
 
@@ -82,7 +88,7 @@ class Parted:
         if scale is None:
             of_part = rows(call._replace(of_part=True))[1]
             scale = self.joint.beside(of_part).amax(0)  # 0 of zeros, whose products are 0 as well
-        return self.joint(rows(call._replace(scale=scale, of_part=True))[0]), scale
+        return self.joint(rows(call._replace(scale=scale, of_part=True, constants=False))[0]), scale
 
     def at(self, numbers: Tensor) -> Parted:
         """Some of its rows, by their numbers."""

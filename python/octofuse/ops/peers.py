@@ -58,13 +58,18 @@ class Inboxes:
             return False
         count = x.numel() // x.shape[-1]
         columns = sizes[self.rank] if adds else sum(sizes)
-        most = _C.most_gathered_columns(call.op.endswith("norm"))
+        most = _C.most_gathered_columns(call.op.endswith("norm"), x.device.index)
         return count <= MOST_ROWS and columns <= most and self._fits(x, sizes, PACK)
 
-    def rows(self, call: RowsCall, sizes: tuple[int, ...], *, adds: bool = False) -> list[Tensor]:
+    def rows(
+        self, call: RowsCall, sizes: tuple[int, ...], *, adds: bool = False, clusters: bool = True
+    ) -> list[Tensor]:
         """`ops.rows` of a copy, a gated activation or a norm, whose x, `[..., sizes[rank]]`, gated twice as wide, is a
-        part of every rank's: gathered, or with `adds`, all sizes alike, added in fp32 in the ranks' order."""
-        return _C.gather_rows(call._replace(x=_aligned(call.x, PACK)), adds, list(sizes), *self._peers())
+        part of every rank's: gathered, or with `adds`, all sizes alike, added in fp32 in the ranks' order. clusters: may
+        share a row where the device has them."""
+        weight, bias = (None if one is None else _aligned(one, PACK) for one in (call.weight, call.bias))
+        call = call._replace(x=_aligned(call.x, PACK), weight=weight, bias=bias)
+        return _C.gather_rows(call, adds, list(sizes), *self._peers(), clusters)
 
     def _fits(self, x: Tensor, sizes: tuple[int, ...], unit: int) -> bool:
         count = x.numel() // x.shape[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import platform
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,12 +65,13 @@ class Group:
             _rest_at_exit()
         self._inboxes: Inboxes | None = None
         self._asked = False
+        self._marks: deque[Any] = deque()
         if self.rank < 0:
             raise ValueError("mesh: expected one with this process in it, got one without")
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy makes inboxes of its own: it would not count the calls of this one."""
-        return vars(self) | {"_inboxes": None, "_asked": False}
+        return vars(self) | {"_inboxes": None, "_asked": False, "_marks": deque()}
 
     @property
     def _group(self) -> Any:
@@ -166,18 +168,25 @@ class Group:
         """The first rank's, into every rank's list."""
         dist.broadcast_object_list(things, dist.get_global_rank(self._group, 0), group=self._group)
 
-    def settle(self, device: torch.device) -> None:
-        """Waits for what this device was given, exchanges among it: RuntimeError where one takes longer than the group's
-        time limit, since then a rank has ended or does not make the same calls."""
-        if device.type != "cuda":
-            return
-        limit = self.limit
-        done, end = torch.cuda.Event(), time.monotonic() + limit + GRACE
-        try:
+    def mark(self, device: torch.device) -> None:
+        """Where `settle` sees that the device gets on."""
+        if device.type == "cuda":
+            done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(device))
-            while not done.query():
-                if time.monotonic() > end:
-                    raise RuntimeError("the device is still busy")
+            self._marks.append(done)
+
+    def settle(self, device: torch.device) -> None:
+        """Waits for what this device was given, exchanges among it: RuntimeError where it takes longer than the group's
+        time limit from one mark to the next, since then a rank has ended or does not make the same calls."""
+        limit = self.limit
+        try:
+            self.mark(device)
+            while self._marks:
+                end = time.monotonic() + limit + GRACE
+                while not self._marks[0].query():
+                    if time.monotonic() > end:
+                        raise RuntimeError("the device is still busy")
+                self._marks.popleft()
         except RuntimeError as error:  # a kernel that has waited for so long is an error of the device
             raise RuntimeError(
                 f"{self}: an exchange with other ranks failed: one has ended, or kept the others waiting for more than "
@@ -216,6 +225,10 @@ class Gather:
     sizes: tuple[int, ...]
     adds = False
 
+    @property
+    def widest(self) -> int:
+        return max(self.sizes)
+
     def __call__(self, x: Tensor) -> Tensor:
         return self.group.gather(x, self.sizes)
 
@@ -232,6 +245,7 @@ class Sum:
 
     group: Group
     adds = True
+    widest = 0
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.group.add(x)

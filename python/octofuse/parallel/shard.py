@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octofuse.files.loading import Waiting
+from octofuse.files.loading import Later
 from octofuse.models.architecture import Architecture, Heads, architecture_of
 from octofuse.nn import (
     QUANTISED,
@@ -85,7 +85,7 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
         raise ValueError(f"model: expected a whole model, got a part of one ({share.group})")
     group, fast = Group(mesh), isinstance(mesh, FastSums)
     # First: what one rank alone refused would leave the others waiting.
-    group.check_alike({"the model": _digest(model)})
+    group.check_alike({"the model": _digest(model), "fast sums": str(fast)})
     architecture = architecture_of(model)
     rows: dict[str, list[Sequence[range]]] = {}
     for rank in range(group.ranks):  # every rank's part, so that all refuse what one of them would
@@ -153,19 +153,23 @@ class _Piece:
     adds: Sum | None = None
 
     def made(self) -> nn.Module:
-        layer = self.layer.layer() if isinstance(self.layer, Waiting) else self.layer
-        if self.adds is not None and cuts_columns(layer, self.columns):
-            rank = self.adds.group.rank
-            summand = columns_of(layer, self.columns[rank], bias=rank == 0)
-            return SummedLinear(summand, self.adds, is_first=rank == 0)
-        own = rows_of(layer, self.rows, shares=self.shares)
+        if self.adds is not None:
+            layer = self.layer.layer() if isinstance(self.layer, Later) else self.layer
+            if cuts_columns(layer, self.columns):
+                rank = self.adds.group.rank
+                summand = columns_of(layer, self.columns[rank], bias=rank == 0)
+                return SummedLinear(summand, self.adds, is_first=rank == 0)
+        if isinstance(self.layer, Later):
+            own = self.layer.part(self.rows, shares=self.shares)
+        else:
+            own = rows_of(self.layer, self.rows, shares=self.shares)
         if self.gather_output is None:
             return own
         return GatheredLinear(own, self.rows[0], self.gather_output, self.gather_input)
 
 
 def _check(piece: _Piece) -> None:
-    if not isinstance(piece.layer, Waiting):
+    if not isinstance(piece.layer, Later):
         check_rows(piece.layer, piece.rows)
     elif piece.layer.unit is not None and piece.layer.out_features > piece.layer.unit:
         check_blocks(piece.rows, piece.layer.out_features)
@@ -251,6 +255,6 @@ def _unit(layers: Sequence[nn.Module]) -> int | None:
 
 
 def _has_blocks(layer: nn.Module) -> bool:
-    if isinstance(layer, Waiting):
+    if isinstance(layer, Later):
         return layer.unit is not None
     return isinstance(layer, EightBitLinear) and layer.scheme.weights == "block"
