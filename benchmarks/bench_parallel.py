@@ -34,9 +34,9 @@ from octofuse.testing.timing import energy, source_hash
 FLOAT = "fp16"
 ONE, PAIR = "one GPU", "one GPU and two"  # of a plan: the others run on every number of GPUs
 MODELS = {
-    "Llama-3.1-8B:w8a8-dynamic": "", "Llama-3.1-8B:w4a16-g128": "", "Llama-3.1-70B:w8a8-dynamic": "",
-    "OPT-66B:w8a8-dynamic": "", "Llama-3.1-70B:w4a16-g128": "", "OPT-66B:w4a16-g128": "", "OPT-30B:fp16": PAIR,
-    "OPT-30B:w8a8-dynamic": PAIR, "OPT-30B:w4a16-g128": ONE, "OPT-30B:bcq-q3-g128": ONE,
+    "Llama-3.1-8B:w8a8-dynamic": "", "Llama-3.1-70B:w8a8-dynamic": "", "OPT-66B:w8a8-dynamic": "", "OPT-30B:fp16": PAIR,
+    "OPT-30B:w8a8-dynamic": PAIR, "OPT-30B:w4a16-g128": ONE, "OPT-30B:bcq-q3-g128": ONE, "Llama-3.1-8B:w4a16-g128": "",
+    "Llama-3.1-70B:w4a16-g128": "", "OPT-66B:w4a16-g128": "",
 }  # fmt: skip
 NEW_TOKENS = 64
 SEQUENCES, PROMPT_TOKENS = 32, 2048

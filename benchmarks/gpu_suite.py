@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import re
@@ -38,12 +39,13 @@ TOOLS = {
 PYTEST = ["-m", "pytest", "tests", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark"]
 
 
-def run_tests(workers: int) -> dict:
+def run_tests(workers: int, gpus: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [*PYTEST, f"--junitxml={report}", *(["-n", str(workers)] if workers else [])]
         began = time.time()
-        subprocess.run([sys.executable, *command], cwd=ROOT, check=False)
+        env = {**os.environ, "OCTOFUSE_TEST_GPUS": str(gpus)} if gpus > 1 else None
+        subprocess.run([sys.executable, *command], cwd=ROOT, env=env, check=False)
         suite = ElementTree.parse(report).getroot().find("testsuite")
         counts = {key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")}
         failed = [
@@ -68,11 +70,13 @@ def parts_of_cases() -> tuple[str, ...]:
     return tuple(importlib.import_module("sanitizer_cases").PARTS)
 
 
-def run_part(tool: str, part: str) -> dict:
+def run_part(tool: str, part: str, gpu: int | None) -> dict:
     selection = ["--parts", part, *TOOLS[tool]]
     command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=octofuse", "--error-exitcode", "3",
                sys.executable, "tests/sanitizer_cases.py", *selection]  # fmt: skip
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    if gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = str(gpu)
     began = time.time()
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     cases = re.search(r"sanitizer cases: (\d+)", run.stdout)
@@ -89,9 +93,16 @@ def run_part(tool: str, part: str) -> dict:
     return outcome
 
 
-def run_sanitizers(pool: ThreadPoolExecutor, tools: list[str]) -> dict:
-    """Every part of the cases in a process of its own."""
-    running = {tool: {part: pool.submit(run_part, tool, part) for part in parts_of_cases()} for tool in tools}
+def run_sanitizers(pool: ThreadPoolExecutor, tools: list[str], gpus: int) -> dict:
+    """Every part of the cases in a process of its own, on one GPU or on each of several in turn."""
+    turn = itertools.count()
+    running = {
+        tool: {
+            part: pool.submit(run_part, tool, part, next(turn) % gpus if gpus > 1 else None)
+            for part in parts_of_cases()
+        }
+        for tool in tools
+    }
     found = {tool: {part: run.result() for part, run in parts.items()} for tool, parts in running.items()}
     return {
         tool: {
@@ -109,6 +120,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=0, help="pytest-xdist workers; 0: one process")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="share cases between so many; tests of several are left out"
+    )
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=list(TOOLS), help="sanitizers; none: tests alone")
     parser.add_argument(
         "--again", nargs="+", choices=TOOLS, help="these tools alone, into a tests.json of the same cpp/"
@@ -124,10 +138,10 @@ def main() -> None:
     # Side by side: each process waits for the GPU, or it for the process.
     with ThreadPoolExecutor(1 + len(TOOLS) * len(parts_of_cases())) as pool:
         if args.again:
-            record["sanitizers"] |= run_sanitizers(pool, args.again)
+            record["sanitizers"] |= run_sanitizers(pool, args.again, args.gpus)
         else:
-            tests = pool.submit(run_tests, args.workers)
-            record |= {"sanitizers": run_sanitizers(pool, args.tools), "tests": tests.result()}
+            tests = pool.submit(run_tests, args.workers, args.gpus)
+            record |= {"sanitizers": run_sanitizers(pool, args.tools, args.gpus), "tests": tests.result()}
     args.out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     wrong = (

@@ -3,7 +3,14 @@ without one they are left out."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# On a machine of several GPUs benchmarks/gpu_suite.py gives each worker one, before CUDA looks for them.
+if (gpus := os.environ.get("OCTOFUSE_TEST_GPUS")) and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % int(gpus))
+
 import torch
 
 from octofuse import _C

@@ -28,6 +28,7 @@ class Alone:
     def __init__(self, rank: int, ranks: int, number: int = 0) -> None:
         self.ranks, self.number = ranks, number
         self.delayed: list[tuple[Tensor, Tensor]] | None = None
+        self.arrivals: list[tuple[Tensor, Tensor]] = []
         # From the host: initcheck does not see what torch's own kernels write.
         size = inbox_bytes(CAPACITY, BULK, ranks) // 4
         self.memories = [torch.zeros(size, dtype=torch.int32).cuda() for _ in range(ranks)]
@@ -50,10 +51,10 @@ class Alone:
             yield
         finally:
             torch.cuda.synchronize()
-            arrivals, self.delayed = self.delayed, None
+            self.arrivals, self.delayed = self.delayed, None  # which stay until they have arrived
             with torch.cuda.stream(other):
                 torch.cuda._sleep(20_000_000)
-                for to, what in arrivals:
+                for to, what in self.arrivals:
                     to.copy_(what)
 
     def lines(self, memory: Tensor, sender: int) -> Tensor:
