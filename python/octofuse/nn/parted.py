@@ -55,6 +55,10 @@ class Parted:
     def dtype(self) -> torch.dtype:
         return self.part.dtype
 
+    @property
+    def tokens(self) -> int:
+        return self.part.numel() // max(1, self.part.shape[-1])
+
     def whole(self) -> Tensor:
         """Joined once, for all who ask."""
         if self._whole is None:
@@ -77,8 +81,7 @@ class Parted:
         if found is None:
             if self.joint.adds or norm is not None:
                 return None
-            count = self.part.numel() // self.part.shape[-1]
-            return self._quantised_before(scale, dtype) if count * self.joint.widest >= MANY else None
+            return self._quantised_before(scale, dtype) if self.tokens * self.joint.widest >= MANY else None
         q, *scales = self._without_sum(found, norm)
         return q, scale if scale is not None else scales[0]
 

@@ -19,6 +19,8 @@ from octofuse.ops.lowbit import bcq_linear, codebook_linear, sparse12_linear, wo
 from octofuse.quant import WeightOnly, bcq, codebook, gptq, grid, sparse
 from octofuse.quant.packing import pack, pack_pairs, packed_rows, packed_words, row_parts
 
+OWN_NORM = 4  # tokens that a product's kernel normalises itself, while its weights are on their way
+
 
 def _dense(x: Tensor) -> Tensor:
     """With neighbouring columns side by side, as the ops want them; rows may lie apart."""
@@ -154,7 +156,8 @@ class PackedLinear(FrozenLinear):
             y = self._multiply(q, scale=scale, x_scale=x_scale, gated=gated, constant_weight=True, **epilogue)
             return y if y.dtype in (x.dtype, torch.int8) else y.to(x.dtype)
         if isinstance(x, Parted):
-            x, norm = x.floating(norm) if self.order is None else (x.whole(), norm)
+            alone = self.order is None and (x.joint.adds or x.tokens > OWN_NORM)
+            x, norm = x.floating(norm) if alone else (x.whole(), norm)
         if gate is not None or self.order is not None:
             x, norm = in_floating_point(_dense(x), norm, gate, self.order), None
         return self._multiply(_dense(x), gated=gated, constant_weight=True, **epilogue, **in_front(norm))

@@ -16,6 +16,9 @@ SPAN: int = _C.BULK_SPAN  # bytes that the most in bulk is a multiple of
 MOST_RANKS: int = _C.MAX_RANKS
 COUNTERS: int = _C.CALL_COUNTERS
 MOST_ROWS: int = _C.MOST_GATHERED_ROWS
+# Beyond, the kernel that normalises what it gathers takes so many registers and so much shared memory that it starts only
+# when the kernel in front has left: a gather, and the norm's own kernel, were faster.
+NORM_COLUMNS = 4096
 
 
 def inbox_bytes(capacity: int, bulk: int, ranks: int) -> int:
@@ -52,13 +55,16 @@ class Inboxes:
         return _C.gather(_aligned(x, PACK), list(sizes), *self._peers())
 
     def takes_rows(self, call: RowsCall, sizes: tuple[int, ...], *, adds: bool = False) -> bool:
-        """Whether `rows` serves such a call, which is the same on all ranks."""
+        """Whether it pays to let `rows` serve such a call, and it does; the same on all ranks."""
         x = call.x
         if x.dtype not in (torch.float16, torch.bfloat16) or call.q_block or call.order is not None:
             return False
         count = x.numel() // x.shape[-1]
         columns = sizes[self.rank] if adds else sum(sizes)
-        most = _C.most_gathered_columns(call.op.endswith("norm"), x.device.index)
+        is_norm = call.op.endswith("norm")
+        most = _C.most_gathered_columns(is_norm, x.device.index)
+        if is_norm:
+            most = min(most, NORM_COLUMNS)
         return count <= MOST_ROWS and columns <= most and self._fits(x, sizes, PACK)
 
     def rows(
