@@ -109,6 +109,10 @@ def loaded(mesh: DeviceMesh, folder: str) -> list[str]:
             wrong.append(f"{path.name}: tokens")
     if mesh.device_type == "cuda":
         return wrong
+    octofuse.save_pretrained(model, f"{folder}-saved")  # by all ranks together
+    again = AutoModelForCausalLM.from_pretrained(f"{folder}-saved")
+    if not torch.equal(outputs(again)[0], outputs(model)[0]):
+        wrong.append(f"{path.name}: saved")
     heads = {"quantization_config": octofuse.OctofuseConfig("w8a8-dynamic", {"lm_head": "w8a8-dynamic"})}
     path = Path(folder) / "llama w8a8-dynamic"
     model, whole = (AutoModelForCausalLM.from_pretrained(path, **heads, **own) for own in (ranks, {}))

@@ -13,8 +13,10 @@ from torch import nn
 from octofuse.nn import GatheredLinear, SummedLinear, replace_module, whole_of
 from octofuse.parallel.shard import Share, forget_, remember_, share_of
 
+_RANKS = "distributed_config"  # of a model that transformers was asked to split
 
-def saved(model: nn.Module, write: Callable[[], None]) -> None:
+
+def saved(model: Any, write: Callable[[], None]) -> None:
     """Calls write() on the first rank, whose model is whole meanwhile, in the host's memory; returns on all when it has.
 
     All ranks call it. Raises ValueError for sums that are split, and on every rank what write() raises on the first: there
@@ -25,6 +27,8 @@ def saved(model: nn.Module, write: Callable[[], None]) -> None:
     if any(isinstance(module, SummedLinear) for module in model.modules()):
         raise ValueError("model: expected exact sums, got one sharded with FastSums; save it before it is sharded")
     said: list[str | None] = [None]
+    config: dict[str, Any] = vars(model.config)
+    ranks = config.get(_RANKS)
     parts = {name: model.get_submodule(name) for name in share.rows}
     whole = {name: _whole(share, name, part) for name, part in parts.items()}
     for name, part in model.named_modules():  # a head that shares the embeddings' weight
@@ -34,6 +38,7 @@ def saved(model: nn.Module, write: Callable[[], None]) -> None:
         if share.group.rank == 0:
             _exchange(model, whole)
             forget_(model)
+            config.pop(_RANKS, None)  # or transformers would want the other ranks to write as well
             write()
     except BaseException as error:
         said[0] = f"{type(error).__name__}: {error}"
@@ -42,6 +47,8 @@ def saved(model: nn.Module, write: Callable[[], None]) -> None:
         if share.group.rank == 0:
             _exchange(model, parts)
             remember_(model, share)
+            if ranks is not None:
+                config[_RANKS] = ranks
         share.group.broadcast(said)
     if said[0] is not None and share.group.rank != 0:
         raise RuntimeError(f"{share.group}: rank 0 could not save the model: {said[0]}")
