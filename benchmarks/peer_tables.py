@@ -87,3 +87,23 @@ def times(rows: list[Row]) -> str:
 def all_times(rows: list[Row], families: Iterable[str]) -> str:
     measured = {family: of_family(rows, family) for family in families}
     return "\n\n".join(f"### {family}\n\n{times(own)}" for family, own in measured.items() if own)
+
+
+def beside_vllm(rows: list[Row]) -> str:
+    """By layer, at the tokens up to 512 that were measured (vLLM captures its graphs for so many): this library's time and
+    that of the faster of vLLM's own kernels, of int8 each with its quantisation; and how these compare in the mean."""
+    kinds = {"w8a8": ("W8A8", f" {QUANTISED}"), "w8a16": ("W8A16", ""), "w4a16": ("W4A16", "")}
+    tokens = sorted({row["M"] for row in rows if row["M"] <= 512})
+    body = []
+    for family, (label, with_what) in kinds.items():
+        own_rows = of_family(rows, family)
+        for n, k in dict.fromkeys((row["N"], row["K"]) for row in own_rows):
+            of = {row["M"]: row["us"] for row in own_rows if (row["N"], row["K"]) == (n, k)}
+            theirs = {m: min(t for name, t in us_of.items() if name.startswith("vLLM") and "fp8" not in name
+                             and name.endswith(QUANTISED) == bool(with_what)) for m, us_of in of.items()}  # fmt: skip
+            ours = {m: us_of[OWN + with_what] for m, us_of in of.items()}
+            shown = [m for m in tokens if m in of]
+            cells = [f"{us(ours[m])}, {us(theirs[m])}" if m in of else "" for m in tokens]
+            mean = geometric_mean([theirs[m] / ours[m] for m in shown])
+            body.append((label, f"{n} x {k}", *cells, f"{mean:.2f}"))
+    return lines(("", "layer", *(f"{m}" for m in tokens), "theirs over ours"), body)

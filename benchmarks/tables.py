@@ -227,6 +227,10 @@ def decoder_loads(gpu: str = "h200") -> str:
     return lines(("Llama-3.1-8B", "engine", "", "over fp16 (of the cache)"), rows)
 
 
+def beside_vllm() -> str:
+    return peer_tables.beside_vllm(result("h200/peers")["rows"])
+
+
 def parallel() -> str:
     return parallel_tables.one_sequence(result("h200/parallel"))
 
@@ -334,9 +338,10 @@ def versions() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        highlights, schemes, costs, peers, peer_times, gemm, float8, lowbit, prompts, codebook, outliers, decoders,
-        decoder_loads, decoders_h100, decoder_loads_h100, parallel, parallel_loads, one_against_two, gathers, gpt2,
-        batches, files, cpu_avx2, cpu_avx512, llama_cpp, machines, tests, versions,
+        highlights, schemes, costs, peers, peer_times, beside_vllm, gemm, float8, lowbit, prompts, codebook,
+        outliers, decoders, decoder_loads, decoders_h100, decoder_loads_h100, parallel, parallel_loads,
+        one_against_two, gathers, gpt2, batches, files, cpu_avx2, cpu_avx512, llama_cpp, machines, tests,
+        versions,
     )
 }  # fmt: skip
 
