@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import octofuse
 from helpers import PROMPTS
@@ -311,6 +312,21 @@ def test_sharded_models_are_saved(tmp_path: Path) -> None:
     ]
     cases += [("llama, three pairs", "w3a16"), ("gpt2, three heads", "w8a8-dynamic")]
     assert on_ranks(2, tmp_path, written, cases, str(tmp_path)) == [[], []]
+
+
+def written_by_pairs(mesh: DeviceMesh, folder: str) -> bool:
+    """Whether the second pair of ranks, without the first of all processes, writes its model as well."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "own"))
+    model, tokens = model_of("llama", "w8a8-dynamic"), tokens_of(2, 12)
+    want = decoded_logits(copy.deepcopy(model), tokens, 6)
+    shard_(model, pairs["own"])
+    path = f"{folder}/of pair {mesh.get_rank() // 2}"
+    octofuse.save_pretrained(model, path)
+    return torch.equal(decoded_logits(octofuse.from_pretrained(path), tokens, 6), want)
+
+
+def test_every_group_saves_its_model(tmp_path: Path) -> None:
+    assert on_ranks(4, tmp_path, written_by_pairs, str(tmp_path)) == [True] * 4
 
 
 def left_alone(mesh: DeviceMesh) -> str:

@@ -18,6 +18,7 @@ from octofuse.nn import GatheredLinear
 from octofuse.parallel import shard_
 from ranks import DeviceMesh, on_ranks
 from test_engine_families import tokens_of
+from test_models_families import small
 from test_parallel import FAMILIES, model_of, needs_gpus
 
 base = pytest.importorskip("transformers.quantizers.base")
@@ -152,6 +153,43 @@ def write_models(folder: Path) -> None:
         for scheme in ("w8a8-dynamic", "w4a16-g32"):
             model.save_pretrained(folder / f"{family} {scheme}")
         octofuse.save_pretrained(quantize_(model, "w8a8-dynamic", progress=False), folder / family)
+
+
+# Keys and values of 128 outputs, which are one block: all ranks have its scale.
+ONE_BLOCK = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64,
+             "num_key_value_heads": 2}  # fmt: skip
+
+
+@needs_plans
+def test_what_more_than_a_row_decides(tmp_path: Path) -> None:
+    small("llama", **ONE_BLOCK).save_pretrained(tmp_path / "models" / "llama fp8-block128")
+    model_of("llama", None).save_pretrained(tmp_path / "models" / "llama bcq-q2-g32")
+    model_of("llama", None).save_pretrained(tmp_path / "models" / "llama w8a8-dynamic")  # which `loaded` goes on with
+    assert on_ranks(2, tmp_path / "ranks", loaded, str(tmp_path / "models")) == [[]] * 2
+
+
+def spoilt(mesh: DeviceMesh, folder: str) -> str:
+    """What a rank says of a model that another one, or itself, could not quantise."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    ranks = {"distributed_config": DistributedConfig(tp_size=mesh.size())}
+    with pytest.raises((ValueError, RuntimeError)) as found:
+        AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=octofuse.OctofuseConfig("w8a8-dynamic"), **ranks
+        )
+    return str(found.value)
+
+
+@needs_plans
+def test_a_rank_that_cannot_quantise_its_part(tmp_path: Path) -> None:
+    model = model_of("llama", None)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[-1, 3] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    first, other = on_ranks(2, tmp_path / "ranks", spoilt, str(tmp_path / "model"))
+    assert re.match("rank 0 of 2: rank 1 ended with ValueError: model.layers.1.mlp.up_proj: ", first)
+    assert re.match(r"model\.layers\.1\.mlp\.up_proj: ", other)
 
 
 def own_door(mesh: DeviceMesh, folder: str) -> list[str]:

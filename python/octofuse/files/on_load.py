@@ -44,12 +44,20 @@ class Unquantised(Later):
         return _quantised(self.name, self.linear, self.scheme)
 
     def part(self, rows: Sequence[range], *, shares: bool = False) -> nn.Module:
-        """Of some outputs of the floating-point weight, unless all of it share a scale."""
-        if isinstance(self.scheme, Scheme) and self.scheme.weights == "tensor":
+        """Of some outputs of the floating-point weight, unless more than an output is looked at to quantise it."""
+        if not self._by_outputs:
             return super().part(rows, shares=shares)
         made: Any = _quantised(self.name, rows_of(self.linear, rows), self.scheme)
         made.is_conv1d = is_conv1d(self.linear)
         return made  # type: ignore[no-any-return]
+
+    @property
+    def _by_outputs(self) -> bool:
+        """Blocks are never cut, but for one that is all of a weight; binary codes stop where all of them have settled."""
+        if isinstance(self.scheme, Scheme):
+            one_block = self.scheme.weights == "block" and self.out_features <= BLOCK
+            return self.scheme.weights != "tensor" and not one_block
+        return self.scheme.code != "bcq"
 
     @property
     def unit(self) -> int | None:

@@ -35,7 +35,7 @@ def save_pretrained(
     Args:
         model: one that `quantize_` has changed, or that was read quantised, or quantised on load. One that
             `octofuse.parallel.shard_` has split is written by its first rank, which needs room for the whole in the host's
-            memory; all ranks call this.
+            memory; all ranks call this, and the others wait for it as long as their process group's timeout lets them.
         folder: new, or empty.
         format: "compressed-tensors": int8 and FP8 layers, dynamic or static, and weights of 2 to 8 bits, with zero
             points or without ("w4a16-g128", "w4a16-g128-zp", "w8a16"), or in FP8 ("w8a16-fp8"), of nn.Linear, not
@@ -67,12 +67,24 @@ def _write(model: nn.Module, folder: str | Path, tokenizer: Any, format: str, ma
     attach(model)
     from octofuse.files.quantizer import written_as
 
-    with written_as(model, format), new_folder(folder) as partial:
+    with written_as(model, format), _on_this_rank(model), new_folder(folder) as partial:
         model.save_pretrained(partial, max_shard_size=max_shard_size)  # type: ignore[operator]
+        if not any(partial.glob("*.safetensors")):
+            raise RuntimeError(f"folder: expected transformers to write {folder}, which it did not")
         for path in partial.glob("*.safetensors"):  # which nobody but their owner could read
             shutil.copymode(partial / "config.json", path)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+
+
+@contextlib.contextmanager
+def _on_this_rank(model: Any) -> Iterator[None]:
+    """transformers writes on the first of all processes alone, nothing elsewhere; who writes here was decided before."""
+    model.should_save_on_this_rank = lambda *_: True
+    try:
+        yield
+    finally:
+        del model.should_save_on_this_rank
 
 
 def is_of_transformers(model: nn.Module) -> bool:

@@ -55,7 +55,9 @@ def _of_floats(parts: Sequence[Any], runs: Runs, count: int) -> Any:
     if source is nn.Linear:
         made = nn.Linear(weight.shape[1], count, bias=False, device="meta")
     else:
-        made, weight = source(count, weight.shape[1]), weight.t().contiguous()
+        with torch.device("meta"):  # it would draw random numbers
+            made = source(count, weight.shape[1])
+        made.bias, weight = None, weight.t().contiguous()
     made.weight = nn.Parameter(weight, requires_grad=False)
     return made
 

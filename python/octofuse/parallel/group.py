@@ -158,6 +158,21 @@ class Group:
                 f"{self}: could not gather {own.nbytes:,} bytes of every rank: one has ended or is out of reach ({error})"
             ) from error
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What one rank raises inside ends it on all: there as it is, elsewhere as a RuntimeError that says it."""
+        wrong: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            wrong = error
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, None if wrong is None else f"{type(wrong).__name__}: {wrong}", group=self._group)
+        if wrong is not None:
+            raise wrong
+        if (rank := next((rank for rank, said in enumerate(found) if said is not None), None)) is not None:
+            raise RuntimeError(f"{self}: rank {rank} ended with {found[rank]}")
+
     def on_first(self, thing: Any) -> list[Any] | None:
         """Every rank's, on the first rank of the group; None on the others."""
         found: list[Any] | None = [None] * self.ranks if self.rank == 0 else None

@@ -23,18 +23,21 @@ def saved(model: Any, write: Callable[[], None]) -> None:
     as it is, elsewhere as a RuntimeError.
     """
     share = share_of(model)
-    assert share is not None
+    if share is None:
+        raise ValueError("model: expected the model that was sharded, got a part of it")
     if any(isinstance(module, SummedLinear) for module in model.modules()):
         raise ValueError("model: expected exact sums, got one sharded with FastSums; save it before it is sharded")
     said: list[str | None] = [None]
     config: dict[str, Any] = vars(model.config)
     ranks = config.get(_RANKS)
     parts = {name: model.get_submodule(name) for name in share.rows}
-    whole = {name: _whole(share, name, part) for name, part in parts.items()}
+    whole, wrong = _joined(share, parts)
     for name, part in model.named_modules():  # a head that shares the embeddings' weight
         if isinstance(part, GatheredLinear) and name not in share.rows:
             parts[name], whole[name] = part, _tied(model)
     try:
+        if wrong is not None:
+            raise wrong
         if share.group.rank == 0:
             _exchange(model, whole)
             forget_(model)
@@ -44,7 +47,7 @@ def saved(model: Any, write: Callable[[], None]) -> None:
         said[0] = f"{type(error).__name__}: {error}"
         raise
     finally:
-        if share.group.rank == 0:
+        if share.group.rank == 0 and wrong is None:
             _exchange(model, parts)
             remember_(model, share)
             if ranks is not None:
@@ -66,11 +69,21 @@ def _exchange(model: nn.Module, layers: dict[str, Any]) -> None:
         replace_module(model, name, layer)
 
 
-def _whole(share: Share, name: str, part: Any) -> nn.Module | None:
-    """On the first rank, of every rank's layer."""
-    own = part.layer if isinstance(part, GatheredLinear) else part
-    parts = share.group.on_first(_packed(own))
-    return None if parts is None else whole_of([_unpacked(one) for one in parts], share.rows[name])
+def _joined(share: Share, parts: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]:
+    """On the first rank the whole layers, or what went wrong there: it takes part in all exchanges none the less."""
+    whole: dict[str, Any] = {}
+    wrong: Exception | None = None
+    for name, part in parts.items():
+        own = part.layer if isinstance(part, GatheredLinear) else part
+        found = share.group.on_first(_packed(own))
+        if found is None or wrong is not None:
+            continue
+        try:
+            whole[name] = whole_of([_unpacked(one) for one in found], share.rows[name])
+        except Exception as error:
+            wrong = error
+            whole.clear()
+    return whole, wrong
 
 
 def _packed(layer: nn.Module) -> bytes:

@@ -79,7 +79,8 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
     Raises:
         TypeError, ValueError: naming what is not as expected, before anything is changed, on all ranks: more ranks than
             heads, ranks with other versions or models, a model that was sharded before.
-        RuntimeError: where torch.distributed was not initialised.
+        RuntimeError: where torch.distributed was not initialised; and on all other ranks, where one could not make its
+            part: what was read in floating point is quantised here.
     """
     if (share := share_of(model)) is not None:
         raise ValueError(f"model: expected a whole model, got a part of one ({share.group})")
@@ -99,9 +100,10 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
     blocks: Any = model.get_submodule(architecture.names.blocks)
     for block, own in zip(blocks, shares, strict=True):
         keep_heads(block.get_submodule(architecture.names.qkv[0].rpartition(".")[0]), own.heads)
-    while pieces:  # one at a time: what was whole goes as soon as its part is there
-        piece = pieces.pop()
-        replace_module(model, piece.name, piece.made())
+    with group.together():  # what is quantised now may be refused by the rank that has it
+        while pieces:  # one at a time: what was whole goes as soon as its part is there
+            piece = pieces.pop()
+            replace_module(model, piece.name, piece.made())
     return model.requires_grad_(False)
 
 
