@@ -14,9 +14,9 @@ from torch import nn
 
 shard: Callable[[Any, Any], Any] | None = None  # (model, mesh) -> model, in place
 device_of: Callable[[Any], torch.device] | None = None  # of this rank of a mesh
-saved: Callable[[nn.Module, Callable[[], None]], None] | None = (
-    None  # (a sharded model, what writes it where it is whole)
-)
+# (a sharded model, what writes it where it is whole)
+saved: Callable[[nn.Module, Callable[[], None]], None] | None = None
+A_PART = "model: expected a whole model, got one rank's part; octofuse.save_pretrained, called on all ranks, writes it"
 
 
 class TensorParallel:

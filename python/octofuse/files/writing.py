@@ -102,7 +102,7 @@ def attach(model: nn.Module) -> None:
 def quantised_layers(model: nn.Module) -> dict[str, Any]:
     """ValueError if there are none, or parts of them alone."""
     if any(isinstance(module, PARALLEL) for module in model.modules()):
-        raise ValueError("model: expected a whole model, got one rank's part; save it before it is sharded")
+        raise ValueError(tensor_parallel.A_PART)
     found = {name: module for name, module in model.named_modules() if isinstance(module, QUANTISED)}
     if not found:
         raise ValueError("model: expected a model that quantize_ has changed, got one without quantised layers")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from octofuse import ops
-from octofuse.nn.parted import Parted, whole
+from octofuse.nn.parted import Parted
 from octofuse.ops.activations import Activation
 
 _UNKNOWN = "norm: expected kind 'layer_norm' or 'rms_norm', got {!r}"
@@ -112,7 +112,7 @@ def in_int8(
     if isinstance(x, Parted):
         if (found := x.quantised(norm, None, torch.int8)) is not None:
             return found  # type: ignore[return-value]
-        x = whole(x)
+        x = x.whole()
     if gate is not None:
         return ops.gated_activation_quantize(x, gate, constants=True)  # type: ignore[return-value]
     return ops.quantize_per_token(x) if norm is None else norm.in_int8(x)

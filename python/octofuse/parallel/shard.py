@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from octofuse.files.loading import Later
+from octofuse.files.tensor_parallel import A_PART
 from octofuse.models.architecture import Architecture, Heads, architecture_of
 from octofuse.nn import (
     QUANTISED,
@@ -80,7 +81,7 @@ def shard_(model: nn.Module, mesh: Any) -> nn.Module:
         TypeError, ValueError: naming what is not as expected, before anything is changed, on all ranks: more ranks than
             heads, ranks with other versions or models, a model that was sharded before.
         RuntimeError: where torch.distributed was not initialised; and on all other ranks, where one could not make its
-            part: what was read in floating point is quantised here.
+            part: what was read in floating point is quantised here. The model is then of no use.
     """
     if (share := share_of(model)) is not None:
         raise ValueError(f"model: expected a whole model, got a part of one ({share.group})")
@@ -119,9 +120,7 @@ def forget_(model: nn.Module) -> None:
 
 
 def _not_saved(*_: Any, **__: Any) -> Any:
-    raise ValueError(
-        "model: expected a whole model, got one rank's part; octofuse.save_pretrained, called on all ranks, writes it"
-    )
+    raise ValueError(A_PART)
 
 
 def _digest(model: Any) -> str:
