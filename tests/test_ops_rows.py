@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
 
 import octofuse
 from helpers import DEVICES, FLOATS
-from octofuse import reference
+from inbox import rows_call
+from octofuse import _C, reference
 from octofuse.testing.tolerance import ulp_distance
 
 # One pack, ragged, every register variant (a warp, then blocks of growing rows), beyond all of them, and unaligned.
@@ -203,6 +206,43 @@ def test_gates_of_a_captured_chain(rows: int, cols: int, dtype: torch.dtype) -> 
         q, scales = octofuse.gated_activation_quantize(x, "gelu_tanh", constants=True)
         fixed, _ = octofuse.gated_activation_quantize(x, "silu", scale=scale, constants=True)
         return [y, q, scales, fixed]
+
+    want = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    for _ in range(3):
+        graph.replay()
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(torch.nan_to_num(a.float(), 7.0), torch.nan_to_num(b.float(), 7.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "cols"), [(1, 4104), (3, 6000), (32, 8192), (2, 9216), (1, 16384), (1, 16392), (33, 8192)]
+)
+def test_wide_norms_of_a_captured_chain(rows: int, cols: int, dtype: torch.dtype) -> None:
+    """As above, one norm behind another."""
+    g = torch.Generator("cuda").manual_seed(cols)
+    x, residual = ((torch.randn(rows, cols, generator=g, device="cuda") * 3).to(dtype) for _ in range(2))
+    weight = torch.rand(cols, generator=g, device="cuda") + 0.5
+    bias = torch.randn(cols, generator=g, device="cuda")
+    half_weight, half_bias = weight.to(dtype), bias.to(dtype)
+    x[-1, 5] = float("nan")
+    scale = torch.tensor(0.03, device="cuda")
+
+    def norm(x: torch.Tensor, op: str, weight: torch.Tensor | None = None, **options: Any) -> list[torch.Tensor]:
+        return _C.rows(rows_call(x, op, weight=weight, **options))
+
+    def run() -> list[torch.Tensor]:
+        first, h = norm(x, "rms_norm", half_weight, residual=residual)
+        second = norm(first, "layer_norm", weight, bias=bias)[0]
+        q, scales = norm(second, "rms_norm", weight, quantize=True)
+        added = norm(second, "layer_norm", half_weight, bias=half_bias, residual=h, quantize=True)
+        fixed = norm(added[2], "layer_norm", half_weight, scale=scale, quantize=True)
+        narrow = norm(second, "rms_norm", q_dtype=torch.float8_e4m3fn, quantize=True)
+        return [first, h, second, q, scales, *added, *fixed, *narrow]
 
     want = run()
     graph = torch.cuda.CUDAGraph()

@@ -11,7 +11,7 @@ from torch import Tensor
 from inbox import BULK, CAPACITY, Alone, on_gpu, rows_call
 from octofuse import _C
 from octofuse.ops._calls import RowsCall
-from octofuse.ops.peers import MOST_ROWS, NORM_COLUMNS
+from octofuse.ops.peers import MOST_ROWS, NORM_COLUMNS, WIDE_NORMS
 
 pytestmark = pytest.mark.gpu
 
@@ -74,7 +74,8 @@ def test_rows_are_gathered(op: str, sizes: tuple[int, ...], rows: int) -> None:
                 want = _C.rows(on_gpu(rows_call(whole, op, **affine, **options)))
                 call = on_gpu(rows_call(own, op, **affine, **options))
                 alone.expect(parts)
-                assert alone.inboxes.takes_rows(call, sizes) == (sum(sizes) <= NORM_COLUMNS or "norm" not in op)
+                pays = "norm" not in op or sum(sizes) <= NORM_COLUMNS or rows <= WIDE_NORMS
+                assert alone.inboxes.takes_rows(call, sizes) == pays
                 # Clusters may share a row, as on compute capability 9.0, or a block has it for itself.
                 got = alone.inboxes.rows(call, sizes, clusters=call_number == 0)
                 assert equal(got, want), (dtype, name, call_number)
@@ -83,7 +84,7 @@ def test_rows_are_gathered(op: str, sizes: tuple[int, ...], rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("cols", [8, 768, 4096, 8192])
+@pytest.mark.parametrize("cols", [8, 768, 4096, 8192, 16384])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_rows_are_added(ranks: int, cols: int, rows: int) -> None:
     for dtype in (torch.float16, torch.bfloat16):
@@ -94,10 +95,11 @@ def test_rows_are_added(ranks: int, cols: int, rows: int) -> None:
             total = torch.zeros(rows, cols)
             for part in parts:
                 total += part.float()
-            want = [*_C.rows(on_gpu(rows_call(total.to(dtype), "rms_norm", **options))), total.to(dtype)]
-            call = on_gpu(rows_call(parts[-1], "rms_norm", **options))
-            alone.expect(parts)
-            assert equal(alone.inboxes.rows(call, sizes, adds=True), want)
+            want = [*_C.rows(on_gpu(rows_call(total.to(dtype), "layer_norm", **options))), total.to(dtype)]
+            call = on_gpu(rows_call(parts[-1], "layer_norm", **options))
+            for clusters in (True, False):
+                alone.expect(parts)
+                assert equal(alone.inboxes.rows(call, sizes, adds=True, clusters=clusters), want)
             alone.expect(parts)
             alone_call = on_gpu(rows_call(parts[-1], "copy"))
             assert equal(alone.inboxes.rows(alone_call, sizes, adds=True), [total.to(dtype)])

@@ -216,6 +216,7 @@ void bind_gemm(py::module_& module) {
     fields["RowsCall"] = RowsFields::names();
     fields["Col32Call"] = Col32Fields::names();
     fields["AttendCall"] = AttendFields::names();
+    fields["PeerCall"] = PeerFields::names();
     return fields;
   });
   module.def("activations", [] {

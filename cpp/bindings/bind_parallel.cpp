@@ -15,11 +15,14 @@
 namespace octofuse {
 namespace {
 
-// Of one rank's process: addresses[r], of memory of rank r's that this GPU may write to (parallel.h); calls int32
+// Of a PeerCall: addresses[r], of memory of rank r's that this GPU may write to (parallel.h); calls int32
 // [kCallCounters].
-Peers parse_peers(int rank, const std::vector<uint64_t>& addresses, py::handle calls_object, int64_t capacity,
-                  int64_t bulk, double limit, const TensorView& x) {
-  const TensorView calls(calls_object, "calls");
+Peers parse_peers(const PeerFields& given, const TensorView& x) {
+  const auto addresses = py::cast<std::vector<uint64_t>>(given.addresses);
+  const auto rank = py::cast<int>(given.rank);
+  const auto capacity = py::cast<int64_t>(given.capacity);
+  const auto bulk = py::cast<int64_t>(given.bulk);
+  const TensorView calls(given.calls, "calls");
   const int ranks = static_cast<int>(addresses.size());
   if (x.on_cpu()) refuse<ValueError>("x", "a tensor on a GPU", "one on the CPU");
   if (ranks < 1 || ranks > kMaxRanks || rank < 0 || rank >= ranks) {
@@ -43,13 +46,15 @@ Peers parse_peers(int rank, const std::vector<uint64_t>& addresses, py::handle c
   peers.capacity = capacity;
   peers.bulk = bulk;
   peers.calls = reinterpret_cast<uint32_t*>(calls.data<int32_t>());
-  peers.limit = static_cast<uint64_t>(limit * 1e9);
+  peers.limit = static_cast<uint64_t>(py::cast<double>(given.limit) * 1e9);
   for (int r = 0; r < ranks; ++r) peers.inboxes[r] = reinterpret_cast<void*>(addresses[static_cast<size_t>(r)]);
   return peers;
 }
 
-// sizes: elements of a row of each rank, whole units of bytes, that fit its part of an inbox.
-void expect_sizes(const std::vector<int64_t>& sizes, const Peers& peers, int64_t width, int64_t element, int64_t unit,
+using Sizes = std::vector<int64_t>;  // elements of a row of each rank
+
+// Whole units of bytes, that fit their part of an inbox.
+void expect_sizes(const Sizes& sizes, const Peers& peers, int64_t width, int64_t element, int64_t unit,
                   int64_t rows_at_once) {
   if (static_cast<int>(sizes.size()) != peers.ranks) {
     refuse<ValueError>("sizes", "one for each rank", std::to_string(sizes.size()));
@@ -75,12 +80,12 @@ void expect_aligned(const TensorView& x, size_t bytes) {
 }
 
 // x [..., sizes[rank]] -> [..., sum of sizes].
-py::object gather_op(py::handle x_object, const std::vector<int64_t>& sizes, int rank,
-                     const std::vector<uint64_t>& addresses, py::handle calls, int64_t capacity, int64_t bulk,
-                     double limit) {
+py::object gather_op(py::handle x_object, const py::tuple& peer_fields) {
+  const PeerFields given(peer_fields);
   const TensorView x(x_object, "x");
   GatherArgs args;
-  args.peers = parse_peers(rank, addresses, calls, capacity, bulk, limit, x);
+  args.peers = parse_peers(given, x);
+  const auto sizes = py::cast<Sizes>(given.sizes);
   if (x.ndim() < 1 || !x.is_contiguous()) refuse<ValueError>("x", "a contiguous tensor", "shape " + x.shape_text());
   const auto element = static_cast<int64_t>(size_of(x.dtype));
   args.rows = static_cast<int>(x.rows());
@@ -88,7 +93,7 @@ py::object gather_op(py::handle x_object, const std::vector<int64_t>& sizes, int
   for (size_t r = 0; r < std::min<size_t>(sizes.size(), kMaxRanks); ++r) {
     args.row_units[r] = static_cast<int>(sizes[r] * element / kGatherUnit);
   }
-  const bool in_bulk = bulk > 0 && gathers_bulk(args);
+  const bool in_bulk = args.peers.bulk > 0 && gathers_bulk(args);
   expect_sizes(sizes, args.peers, x.size(x.ndim() - 1), element, kGatherUnit, in_bulk ? 0 : args.rows);
   expect_aligned(x, kGatherUnit);
   std::vector<int64_t> shape(x.dl.shape, x.dl.shape + x.ndim());
@@ -101,13 +106,13 @@ py::object gather_op(py::handle x_object, const std::vector<int64_t>& sizes, int
 
 // A RowsCall of "copy", "gated_activation" or a norm over rows that ranks have parts of (GatherRowsArgs); returns what
 // `rows` does, and for the norm of a sum the sum as well. adds: every rank has whole rows, which are added.
-py::object gather_rows_op(const py::tuple& fields, bool adds, const std::vector<int64_t>& sizes, int rank,
-                          const std::vector<uint64_t>& addresses, py::handle calls, int64_t capacity, int64_t bulk,
-                          double limit, bool clusters) {
+py::object gather_rows_op(const py::tuple& fields, bool adds, const py::tuple& peer_fields, bool clusters) {
   const RowsFields given(fields);
+  const PeerFields peers(peer_fields);
   const TensorView x(given.x, "x");
   GatherRowsArgs args;
-  args.peers = parse_peers(rank, addresses, calls, capacity, bulk, limit, x);
+  args.peers = parse_peers(peers, x);
+  const auto sizes = py::cast<Sizes>(peers.sizes);
   RowPassArgs& rows = args.rows = checked_rows(x);
   expect_dtype(x, {DType::kFloat16, DType::kBFloat16});
   const std::string op = parse_str(given.op, "op");
@@ -124,7 +129,7 @@ py::object gather_rows_op(const py::tuple& fields, bool adds, const std::vector<
   rows.cols = whole;
   parse_rows(given, x, rows);
   if (!given.residual.is_none()) refuse<ValueError>("residual", "None", "a tensor");
-  const int64_t most = most_gathered_columns(rows.norm != Norm::kNone, x.device());
+  const int64_t most = most_gathered_columns(rows.norm != Norm::kNone, clusters, x.device());
   const bool plain =
       rows.order == nullptr && !rows.block_scales && (rows.activation == Activation::kNone || rows.gated);
   if (!plain || (adds && rows.gated) || rows.rows > kMostGatheredRows || rows.cols > most) {
@@ -150,11 +155,9 @@ void bind_parallel(py::module_& module) {
   module.attr("BULK_SPAN") = kBulkSpan;
   module.attr("MAX_RANKS") = kMaxRanks;
   module.def("gather_inbox_bytes", &gather_inbox_bytes, py::arg("capacity"), py::arg("bulk"), py::arg("ranks"));
-  module.def("most_gathered_columns", &most_gathered_columns, py::arg("norm"), py::arg("device"));
-  module.def("gather", &gather_op, py::arg("x"), py::arg("sizes"), py::arg("rank"), py::arg("addresses"),
-             py::arg("calls"), py::arg("capacity"), py::arg("bulk"), py::arg("limit"));
-  module.def("gather_rows", &gather_rows_op, py::arg("call"), py::arg("adds"), py::arg("sizes"), py::arg("rank"),
-             py::arg("addresses"), py::arg("calls"), py::arg("capacity"), py::arg("bulk"), py::arg("limit"),
+  module.def("most_gathered_columns", &most_gathered_columns, py::arg("norm"), py::arg("clusters"), py::arg("device"));
+  module.def("gather", &gather_op, py::arg("x"), py::arg("peers"));
+  module.def("gather_rows", &gather_rows_op, py::arg("call"), py::arg("adds"), py::arg("peers"),
              py::arg("clusters") = true);
 }
 

@@ -37,6 +37,8 @@ namespace py = pybind11;
 #define OCTOFUSE_ATTEND_FIELDS(X) \
   X(q) X(k) X(v) X(keys) X(values) X(key_scales) X(value_scales) X(fixed_scales) X(rotary) X(query_norm) X(key_norm) \
   X(eps) X(scaling) X(window) X(softcap) X(positions) X(starts) X(partials) X(arrivals) X(out_scale)
+
+#define OCTOFUSE_PEER_FIELDS(X) X(sizes) X(rank) X(addresses) X(calls) X(capacity) X(bulk) X(limit)
 // clang-format on
 
 #define OCTOFUSE_ONE(name) +1
@@ -68,6 +70,7 @@ OCTOFUSE_CALL(LowbitFields, OCTOFUSE_LOWBIT_FIELDS)
 OCTOFUSE_CALL(RowsFields, OCTOFUSE_ROWS_FIELDS)
 OCTOFUSE_CALL(Col32Fields, OCTOFUSE_COL32_FIELDS)
 OCTOFUSE_CALL(AttendFields, OCTOFUSE_ATTEND_FIELDS)
+OCTOFUSE_CALL(PeerFields, OCTOFUSE_PEER_FIELDS)
 
 #undef OCTOFUSE_CALL
 #undef OCTOFUSE_NAME

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, dtype
 
-from octofuse.ops._calls import AttendCall, Col32Call, LinearCall, LowbitCall, RowLinearCall, RowsCall
+from octofuse.ops._calls import AttendCall, Col32Call, LinearCall, LowbitCall, PeerCall, RowLinearCall, RowsCall
 
 # bind_gemm.cpp; the calls: octofuse.ops._calls
 def linear(call: LinearCall, out: Tensor | None) -> Tensor | None: ...
@@ -93,29 +93,9 @@ BULK_SPAN: int
 MAX_RANKS: int
 
 def gather_inbox_bytes(capacity: int, bulk: int, ranks: int) -> int: ...
-def gather(
-    x: Tensor,
-    sizes: list[int],
-    rank: int,
-    addresses: list[int],
-    calls: Tensor,
-    capacity: int,
-    bulk: int,
-    limit: float,
-) -> Tensor: ...
-def most_gathered_columns(norm: bool, device: int) -> int: ...
-def gather_rows(
-    call: RowsCall,
-    adds: bool,
-    sizes: list[int],
-    rank: int,
-    addresses: list[int],
-    calls: Tensor,
-    capacity: int,
-    bulk: int,
-    limit: float,
-    clusters: bool = True,
-) -> list[Tensor]: ...
+def gather(x: Tensor, peers: PeerCall) -> Tensor: ...
+def most_gathered_columns(norm: bool, clusters: bool, device: int) -> int: ...
+def gather_rows(call: RowsCall, adds: bool, peers: PeerCall, clusters: bool = True) -> list[Tensor]: ...
 
 # bind_decode.cpp
 def quantized_linear(call: RowLinearCall) -> Tensor | None: ...

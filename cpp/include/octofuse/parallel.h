@@ -9,7 +9,7 @@
 namespace octofuse {
 
 constexpr int kMaxRanks = 8;
-constexpr int kCallCounters = 8192;      // blocks of a call at most: each reads a counter of its own
+constexpr int kCallCounters = 256;       // blocks or clusters of a call at most: each reads a counter of its own
 constexpr int64_t kMaxGather = 1 << 26;  // bytes of a rank
 constexpr int kGatherUnit = 8;           // bytes that travel together, with 8 bytes that say which call they belong to
 constexpr int kBulkUnit = 16;            // bytes of a bulk gather's units
@@ -60,8 +60,9 @@ struct GatherRowsArgs {
 };
 
 // Rows and columns that gather_rows() takes.
-constexpr int64_t kMostGatheredRows = 256;
-int64_t most_gathered_columns(bool norm, int device);
+constexpr int64_t kMostGatheredRows = kCallCounters;
+// clusters: as GatherRowsArgs has it.
+int64_t most_gathered_columns(bool norm, bool clusters, int device);
 
 void gather_rows(const GatherRowsArgs& args, int device, Stream stream);
 

@@ -53,7 +53,7 @@ void row_pass(const RowPassArgs&, int, Stream) { absent(); }
 void outlier_product(const OutlierArgs&, int, Stream, const Allocator&) { absent(); }
 void gather(const GatherArgs&, int, Stream) { absent(); }
 bool gathers_bulk(const GatherArgs&) { return false; }
-int64_t most_gathered_columns(bool, int) { return 0; }
+int64_t most_gathered_columns(bool, bool, int) { return 0; }
 void gather_rows(const GatherRowsArgs&, int, Stream) { absent(); }
 bool orders_row(const RowPassArgs&) { return false; }
 void apply_epilogue(const DequantizeArgs&, int, Stream) { absent(); }

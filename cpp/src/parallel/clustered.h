@@ -1,4 +1,4 @@
-// Copies of gathered rows by clusters of blocks: compute capability 9.0 alone.
+// Passes over gathered rows by clusters of blocks: compute capability 9.0 alone.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,7 +7,10 @@
 
 namespace octofuse::peers {
 
-// False where the build holds no such kernel, or the row is a norm's.
+// Of a row: a norm has one pack of a thread, a copy three.
+constexpr int64_t most_clustered_columns(bool norm) { return (norm ? 1 : 3) * 8 * 256 * 8; }
+
+// False where the build or the device has no such kernel.
 bool run_clustered(const GatherRowsArgs& args, int device, cudaStream_t stream);
 
 }  // namespace octofuse::peers

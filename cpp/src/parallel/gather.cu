@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kMostBlocks = 128;  // what more would fetch waits for the link
+static_assert(kMostBlocks <= kCallCounters);
 
 // Where a unit of a rank goes, whose rows have `row_units` of the output's `out_units` and begin at `first` there.
 __device__ inline int64_t place_of(int unit, int row_units, int first, int out_units) {
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
 constexpr int kBulkThreads = 512;
 constexpr int kBulkUnits = kBulkSpan / kBulkUnit;     // of a span
 constexpr int kOfThread = kBulkUnits / kBulkThreads;  // of a span
-constexpr int kBulkBlocks = 264;                      // two for each SM of an H100: enough to fill the link
+constexpr int kBulkBlocks = kCallCounters;            // some two for each SM of an H100: enough to fill the link
 
 // Units [first, first + kBulkUnits) of a part that has `count`: all loads of a thread, then all stores.
 template <class Load, class Store>

@@ -84,9 +84,9 @@ __device__ inline void await_all(const Line* const (&from)[kCount], uint2 (&unit
   }
 }
 
-// The counters that a block of the call has for itself, a multiple of four; its last one has the rest too.
-__device__ inline uint32_t counters_of_block() { return kCallCounters / (gridDim.x * gridDim.y) / 4 * 4; }
-__device__ inline uint32_t block_of_call() { return blockIdx.x + gridDim.x * blockIdx.y; }
+// The counters that a block of the call has for itself; the last block has the rest too. The blocks of a cluster, which
+// lie along y, share theirs.
+__device__ inline uint32_t counters_of_block() { return kCallCounters / gridDim.x; }
 
 // One call, as a block sees it.
 struct Call {
@@ -95,7 +95,7 @@ struct Call {
 
   // Once earlier kernels have finished.
   __device__ explicit Call(const Peers& peers)
-      : peers(peers), number(peers.calls[block_of_call() * counters_of_block()] + 1) {}
+      : peers(peers), number(peers.calls[blockIdx.x * counters_of_block()] + 1) {}
 
   // Where rank `to` finds what rank `from` has sent.
   __device__ Line* inbox(int to, int from) const {
@@ -128,13 +128,9 @@ struct Call {
 // At a block's end, by all threads: they have read the counter. It writes those that no other block reads or writes.
 __device__ inline void count(const Peers& peers, uint32_t number) {
   __syncthreads();
-  const uint32_t block = block_of_call();
-  const uint32_t first = block * counters_of_block();
-  const uint32_t end = block + 1 == gridDim.x * gridDim.y ? kCallCounters : first + counters_of_block();
-  const uint4 four = {number, number, number, number};
-  for (uint32_t i = first + threadIdx.x * 4; i < end; i += blockDim.x * 4) {
-    *reinterpret_cast<uint4*>(peers.calls + i) = four;
-  }
+  const uint32_t first = blockIdx.x * counters_of_block();
+  const uint32_t end = blockIdx.x + 1 == gridDim.x ? kCallCounters : first + counters_of_block();
+  for (uint32_t i = first + threadIdx.x; i < end; i += blockDim.x) peers.calls[i] = number;
 }
 
 }  // namespace octofuse::peers

@@ -105,6 +105,7 @@ __global__ void __launch_bounds__(kThreads) few_activated_kernel(const __grid_co
   cooperative_groups::this_cluster().barrier_arrive();
   float inverse = given_inverse(args, row);
   wait_for_predecessors();
+  cooperative_groups::this_cluster().barrier_wait();
   const Source<T, RowOp::kActivate, true> source(args, row);
   Pack<T> packs[kClusterPacks];
   Largest<T> largest;
@@ -120,8 +121,6 @@ __global__ void __launch_bounds__(kThreads) few_activated_kernel(const __grid_co
         scale_of(cluster_max(row_max<kThreads>(largest.value(), thread, of_warp), block, kClusterBlocks), args.q_type);
     if (first == 0) args.scales[row] = scale;
     inverse = reciprocal(scale);
-  } else {
-    cooperative_groups::this_cluster().barrier_wait();
   }
 #pragma unroll
   for (int i = 0; i < kClusterPacks; ++i) {

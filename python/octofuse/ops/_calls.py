@@ -154,6 +154,18 @@ class Col32Call(NamedTuple):
     size: SymInt
 
 
+class PeerCall(NamedTuple):
+    """What a rank's call of `ops.peers` meets the other ranks' by; sizes: elements of a row of each. The rest: `Inboxes`."""
+
+    sizes: tuple[int, ...]
+    rank: int
+    addresses: tuple[int, ...]
+    calls: Tensor
+    capacity: int
+    bulk: int
+    limit: float
+
+
 SymInt = int
 
 # Annotations, as they are written, and their types in torch.library's schemas. A scale or a zero point may be a Python

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octofuse import _C
-from octofuse.ops._calls import RowsCall
+from octofuse.ops._calls import PeerCall, RowsCall
 
 UNIT: int = _C.GATHER_UNIT  # bytes that a row of any rank is a multiple of
 PACK: int = _C.BULK_UNIT  # the same, of many bytes and of rows that a pass goes over
@@ -16,9 +16,8 @@ SPAN: int = _C.BULK_SPAN  # bytes that the most in bulk is a multiple of
 MOST_RANKS: int = _C.MAX_RANKS
 COUNTERS: int = _C.CALL_COUNTERS
 MOST_ROWS: int = _C.MOST_GATHERED_ROWS
-# Beyond, the kernel that normalises what it gathers takes so many registers and so much shared memory that it starts only
-# when the kernel in front has left: a gather, and the norm's own kernel, were faster.
-NORM_COLUMNS = 4096
+# Blocks that share a row have to agree on its sums: for more rows than these, a gather and the norm's own kernel are faster.
+NORM_COLUMNS, WIDE_NORMS = 4096, 4
 
 
 def inbox_bytes(capacity: int, bulk: int, ranks: int) -> int:
@@ -52,7 +51,7 @@ class Inboxes:
 
     def gather(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """x `[..., sizes[rank]]` of each rank -> `[..., sum(sizes)]`."""
-        return _C.gather(_aligned(x, PACK), list(sizes), *self._peers())
+        return _C.gather(_aligned(x, PACK), self._call(sizes))
 
     def takes_rows(self, call: RowsCall, sizes: tuple[int, ...], *, adds: bool = False) -> bool:
         """Whether it pays to let `rows` serve such a call, and it does; the same on all ranks."""
@@ -61,10 +60,10 @@ class Inboxes:
             return False
         count = x.numel() // x.shape[-1]
         columns = sizes[self.rank] if adds else sum(sizes)
-        is_norm = call.op.endswith("norm")
-        most = _C.most_gathered_columns(is_norm, x.device.index)
-        if is_norm:
-            most = min(most, NORM_COLUMNS)
+        norm = call.op.endswith("norm")
+        if norm and columns > NORM_COLUMNS and count > WIDE_NORMS:
+            return False
+        most = _C.most_gathered_columns(norm, True, x.device.index)
         return count <= MOST_ROWS and columns <= most and self._fits(x, sizes, PACK)
 
     def rows(
@@ -75,15 +74,15 @@ class Inboxes:
         share a row where the device has them."""
         weight, bias = (None if one is None else _aligned(one, PACK) for one in (call.weight, call.bias))
         call = call._replace(x=_aligned(call.x, PACK), weight=weight, bias=bias)
-        return _C.gather_rows(call, adds, list(sizes), *self._peers(), clusters)
+        return _C.gather_rows(call, adds, self._call(sizes), clusters)
 
     def _fits(self, x: Tensor, sizes: tuple[int, ...], unit: int) -> bool:
         count = x.numel() // x.shape[-1]
         widths = [size * x.element_size() for size in sizes]
         return all(width % unit == 0 and width * count <= self.capacity for width in widths)
 
-    def _peers(self) -> tuple[int, list[int], Tensor, int, int, float]:
-        return self.rank, list(self.addresses), self.calls, self.capacity, self.bulk, self.limit
+    def _call(self, sizes: tuple[int, ...]) -> PeerCall:
+        return PeerCall(sizes, self.rank, self.addresses, self.calls, self.capacity, self.bulk, self.limit)
 
 
 def _aligned(x: Tensor, unit: int) -> Tensor:
