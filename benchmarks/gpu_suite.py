@@ -36,6 +36,7 @@ TOOLS = {
     "initcheck": ["--engines", *ENGINES],
     "synccheck": ["--engines", "all"],
 }
+TESTS = "tests"
 PYTEST = ["-m", "pytest", "tests", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark"]
 
 
@@ -93,17 +94,18 @@ def run_part(tool: str, part: str, gpu: int | None) -> dict:
     return outcome
 
 
-def run_sanitizers(pool: ThreadPoolExecutor, tools: list[str], gpus: int) -> dict:
-    """Every part of the cases in a process of its own, on one GPU or on each of several in turn."""
+def run_sanitizers(pool: ThreadPoolExecutor, tools: list[str], gpus: int, chosen: list[str], before: dict) -> dict:
+    """Every chosen part of the cases in a process of its own, on one GPU or on each of several in turn; of the others what
+    was found before."""
     turn = itertools.count()
     running = {
-        tool: {
-            part: pool.submit(run_part, tool, part, next(turn) % gpus if gpus > 1 else None)
-            for part in parts_of_cases()
-        }
+        tool: {part: pool.submit(run_part, tool, part, next(turn) % gpus if gpus > 1 else None) for part in chosen}
         for tool in tools
     }
-    found = {tool: {part: run.result() for part, run in parts.items()} for tool, parts in running.items()}
+    found = {
+        tool: before.get(tool, {}).get("parts", {}) | {part: run.result() for part, run in parts.items()}
+        for tool, parts in running.items()
+    }
     return {
         tool: {
             "selection": " ".join(TOOLS[tool]),
@@ -125,9 +127,13 @@ def main() -> None:
     )
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=list(TOOLS), help="sanitizers; none: tests alone")
     parser.add_argument(
-        "--again", nargs="+", choices=TOOLS, help="these tools alone, into a tests.json of the same cpp/"
+        "--again", nargs="+", choices=(TESTS, *TOOLS), help="these alone, into a tests.json of the same cpp/"
     )
+    parser.add_argument("--parts", nargs="+", choices=parts_of_cases(), default=list(parts_of_cases()),
+                        help="with --again, of the tools' cases")  # fmt: skip
     args = parser.parse_args()
+    if args.parts != list(parts_of_cases()) and not args.again:
+        parser.error("--parts: expected --again as well")
     path = args.out / "tests.json"
     record = environment("python benchmarks/gpu_suite.py")
     if args.again:
@@ -137,11 +143,12 @@ def main() -> None:
         record = before
     # Side by side: each process waits for the GPU, or it for the process.
     with ThreadPoolExecutor(1 + len(TOOLS) * len(parts_of_cases())) as pool:
-        if args.again:
-            record["sanitizers"] |= run_sanitizers(pool, args.again, args.gpus)
-        else:
-            tests = pool.submit(run_tests, args.workers, args.gpus)
-            record |= {"sanitizers": run_sanitizers(pool, args.tools, args.gpus), "tests": tests.result()}
+        tools = [tool for tool in args.again if tool != TESTS] if args.again else args.tools
+        tests = pool.submit(run_tests, args.workers, args.gpus) if TESTS in (args.again or [TESTS]) else None
+        before = record.setdefault("sanitizers", {})
+        record["sanitizers"] = before | run_sanitizers(pool, tools, args.gpus, args.parts, before)
+        if tests is not None:
+            record["tests"] = tests.result()
     args.out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     wrong = (

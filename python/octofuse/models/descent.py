@@ -20,7 +20,8 @@ LOOK_EVERY = 50  # steps after which a GPU's loss is looked at: each look waits 
 
 class _Steps:
     """Steps for batches of ids, one at a time. On a GPU what one does is captured for the batches of one shape, and from
-    the second of these on replayed."""
+    the third of these on replayed: the first makes what is made once, the second shows whether the device is waited for,
+    as a model does that looks at a tensor's values, a mixture of experts for example. That one goes on without."""
 
     def __init__(
         self,
@@ -32,15 +33,17 @@ class _Steps:
         """shape: of the batches that are captured; None: none are."""
         self.optimizer, self.loss, self.shape = optimizer, loss, shape
         self.stream = None if shape is None else torch.cuda.Stream(device)
-        self.had_one = False
+        self.had = 0
         self.captured: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
 
     def run(self, batch: Any) -> Tensor:
         if self.shape is None or batch.shape != self.shape:
             return self._step(batch)
-        if self.had_one and self.captured is None:
+        self.had += 1
+        if self.had == 2:
+            return self._step_that_may_wait(batch)
+        if self.had == 3:
             self._capture(batch)
-        self.had_one = True
         if self.captured is None:
             return self._step(batch)
         graph, ids, loss = self.captured
@@ -62,14 +65,28 @@ class _Steps:
         self.optimizer.step()
         return loss.detach()
 
+    def _step_that_may_wait(self, batch: Tensor) -> Tensor:
+        """In a capture that would be an error, behind which torch's memory of the device is not what it was."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return self._step(batch)
+        except RuntimeError:
+            self.shape = None
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return self._step(batch)
+
     def _capture(self, batch: Tensor) -> None:
-        """A model that looks at a tensor's values, as a mixture of experts may, goes on without."""
         graph, ids = torch.cuda.CUDAGraph(), batch.clone()
         try:
             with torch.cuda.graph(graph, stream=self.stream):
                 loss = self._step(ids)
-        except RuntimeError:
+        except RuntimeError:  # what does not ask torch to wait, but the device itself
             self.shape = None
+            # Which believes that the capture goes on.
+            generator = torch.cuda.default_generators[batch.device.index]
+            generator.graphsafe_set_state(generator.clone_state())
         else:
             self.captured = (graph, ids, loss)
 

@@ -155,7 +155,7 @@ class Col32Call(NamedTuple):
 
 
 class PeerCall(NamedTuple):
-    """What a rank's call of `ops.peers` meets the other ranks' by; sizes: elements of a row of each. The rest: `Inboxes`."""
+    """What a rank's call of `ops.peers` meets the others' by; sizes: elements of a row of each. The rest: `Inboxes`."""
 
     sizes: tuple[int, ...]
     rank: int

@@ -16,7 +16,7 @@ SPAN: int = _C.BULK_SPAN  # bytes that the most in bulk is a multiple of
 MOST_RANKS: int = _C.MAX_RANKS
 COUNTERS: int = _C.CALL_COUNTERS
 MOST_ROWS: int = _C.MOST_GATHERED_ROWS
-# Blocks that share a row have to agree on its sums: for more rows than these, a gather and the norm's own kernel are faster.
+# Blocks that share a wide row have to agree on its sums: of more rows, a gather and the norm's own kernel are faster.
 NORM_COLUMNS, WIDE_NORMS = 4096, 4
 
 
