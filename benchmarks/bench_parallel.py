@@ -42,6 +42,7 @@ NEW_TOKENS = 64
 SEQUENCES, PROMPT_TOKENS = 32, 2048
 EXCHANGED = (2**10, 2**12, 2**14, 2**16, 2**17, 2**18, 2**19, 2**20, 2**22, 2**24)  # bytes of all ranks; of a sum
 IN_A_GRAPH = 40
+SLOWEST = 1.3  # times as long as the fastest GPU
 
 
 def exchange_us(call: Any, device: torch.device) -> float:
@@ -177,6 +178,7 @@ class Bench:
         built = self._built(model, scheme)
         generator = Generator(built)
         one = measured(generator, self.device, None)
+        self._check_alike(one["ms a token"])
         want, floor = generator([PROMPT], 32), self._floor(generator)
         sizes = Exchanges.of(generator.decoder, built.config)
         rows = [{"ranks": 1, "sums": "whole", **one, "floor ms": floor, "of the floor": floor / one["ms a token"]}]
@@ -205,6 +207,13 @@ class Bench:
         del generator, built
         self._clean()
         return [{"model": model, "scheme": scheme, **row} for row in rows]
+
+    def _check_alike(self, own: float) -> None:
+        """A GPU whose clock was lowered makes every number of its group wrong."""
+        of_each: list[Any] = [None] * self.ranks
+        dist.all_gather_object(of_each, own)
+        if max(of_each) > SLOWEST * min(of_each) and self.kind == "cuda":
+            raise RuntimeError(f"GPUs: expected all about as fast, got {of_each} ms a token alone")
 
     def _built(self, model: str, scheme: str) -> Any:
         self._clean()

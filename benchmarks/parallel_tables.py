@@ -1,4 +1,4 @@
-"""The tables of docs/parallel.md; `tables.py` writes them from results/h200/parallel.json."""
+"""The tables of docs/parallel.md; `tables.py` writes them from results/h200/parallel.json and parallel_30b.json."""
 
 from __future__ import annotations
 
@@ -61,6 +61,19 @@ def one_against_two(found: Row) -> str:
                 name = f"{scheme}, fast sums" if sums == "fast" else scheme
                 rows.append((name, ranks, f"{1e3 / row['ms a token']:.0f}", f"{row['J a token']:.2f}"))
     return lines(("OPT-30B", "GPUs", "tokens/s, one sequence", "J a token"), rows)
+
+
+def two_of_other_gpus(found: Row) -> str:
+    """Exact sums on one and two GPUs, where four were not measured."""
+    rows = []
+    for names, ways in by_model(found).items():
+        if (two := ways.get((2, "exact"))) is not None:
+            one = ways[1, "whole"]
+            times = f"{one['ms a token'] / two['ms a token']:.2f}"
+            cells = [f"{one['ms a token']:.2f}", f"{two['ms a token']:.2f}", times, f"{two['of the floor']:.2f}"]
+            rows.append((*names, *cells, f"{one['J a token']:.2f}", f"{two['J a token']:.2f}"))
+    heads = ("one GPU, ms a token", "2 GPUs", "times as fast", "of the floor", "J a token, one GPU", "2 GPUs")
+    return lines(("model", "scheme", *heads), rows)
 
 
 def exchanges(found: Row) -> str:

@@ -240,7 +240,11 @@ def parallel_loads() -> str:
 
 
 def one_against_two() -> str:
-    return parallel_tables.one_against_two(result("h200/parallel"))
+    return parallel_tables.one_against_two(result("h200/parallel_30b"))
+
+
+def parallel_h100() -> str:
+    return parallel_tables.two_of_other_gpus(result("h100/parallel"))
 
 
 def gathers() -> str:
@@ -340,7 +344,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         highlights, schemes, costs, peers, peer_times, beside_vllm, gemm, float8, lowbit, prompts, codebook,
         outliers, decoders, decoder_loads, decoders_h100, decoder_loads_h100, parallel, parallel_loads,
-        one_against_two, gathers, gpt2, batches, files, cpu_avx2, cpu_avx512, llama_cpp, machines, tests,
+        one_against_two, parallel_h100, gathers, gpt2, batches, files, cpu_avx2, cpu_avx512, llama_cpp, machines, tests,
         versions,
     )
 }  # fmt: skip
