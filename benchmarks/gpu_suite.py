@@ -132,14 +132,15 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=parts_of_cases(), default=list(parts_of_cases()),
                         help="with --again, of the tools' cases")  # fmt: skip
     args = parser.parse_args()
-    if args.parts != list(parts_of_cases()) and not args.again:
-        parser.error("--parts: expected --again as well")
+    if args.parts != list(parts_of_cases()) and not set(args.again or []) & set(TOOLS):
+        parser.error("--parts: expected --again with a sanitizer as well")
     path = args.out / "tests.json"
     record = environment("python benchmarks/gpu_suite.py")
     if args.again:
         before = json.loads(path.read_text())
-        if before["cpp"] != record["cpp"]:
-            raise SystemExit(f"{path}: expected cpp {record['cpp']}, got {before['cpp']}")
+        for key in ("cpp", "device"):
+            if before[key] != record[key]:
+                raise SystemExit(f"{path}: expected {key} {record[key]}, got {before[key]}")
         record = before
     # Side by side: each process waits for the GPU, or it for the process.
     with ThreadPoolExecutor(1 + len(TOOLS) * len(parts_of_cases())) as pool:

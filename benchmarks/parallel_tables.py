@@ -1,4 +1,5 @@
-"""The tables of docs/parallel.md; `tables.py` writes them from results/h200/parallel.json and parallel_30b.json."""
+"""The tables of docs/parallel.md; `tables.py` writes them from results/h200/parallel.json and parallel_30b.json, and
+results/h100/parallel.json."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def by_model(found: Row) -> dict[tuple[str, str], dict[tuple[int, str], Row]]:
 def shared(found: Row) -> dict[tuple[str, str], dict[tuple[int, str], Row]]:
     """What ran on all GPUs."""
     most = found["ranks"]
-    return {names: ways for names, ways in by_model(found).items() if (most, "exact") in ways}
+    every = sorted(by_model(found).items(), key=lambda item: item[0][1] != "w8a8-dynamic")
+    return {names: ways for names, ways in every if (most, "exact") in ways}
 
 
 def one_sequence(found: Row) -> str:

@@ -147,25 +147,22 @@ def row_cases() -> int:
     return count
 
 
-GATHERED = ((1, (16, 16, 32)), (3, (96, 112, 96)), (2, (1024, 1024, 2048)), (40, (64, 64, 64)), (1, (4096, 96, 4096)))
+# Norms of a block of 256 threads, of 512, and of clusters of four and of eight.
+GATHERED = ((1, (16, 16, 32)), (3, (96, 112, 96)), (2, (1024, 1024, 2048)), (40, (64, 64, 64)), (2, (2048, 1024, 2048)),
+            (1, (4096, 96, 4096)))  # fmt: skip
 
 
 def gathered_cases() -> int:
     """Rows that ranks have parts of, as one of three sees them."""
     count = 0
-    for rows, sizes in (
-        (1, (16, 16, 32)),
-        (3, (96, 112, 96)),
-        (2, (2048, 1024, 2048)),
-        (40, (64, 64, 64)),
-        (1, (4096, 96, 4096)),
-    ):
+    for rows, sizes in GATHERED:
         parts = [torch.randn(rows, size).half() for size in sizes]
         alone, weight = Alone(1, 3), torch.rand(sum(sizes))
-        for op, more in (("copy", {}), ("rms_norm", {"weight": weight})):
+        affine = {"weight": weight, "bias": weight}
+        for op, more in (("copy", {}), ("rms_norm", {"weight": weight}), ("layer_norm", affine), ("layer_norm", {})):
             call = on_gpu(rows_call(parts[1], op, quantize=True, **more))
             alone.expect(parts)
-            got = alone.inboxes.rows(call, sizes)
+            got = alone.inboxes.rows(call, sizes, clusters=op == "copy" or len(more) > 0)
             want = _C.rows(on_gpu(call._replace(x=torch.cat(parts, 1))))
             assert torch.equal(got[0].cpu(), want[0].cpu())
             count += 1

@@ -11,7 +11,7 @@ from torch import Tensor
 from inbox import BULK, CAPACITY, Alone, on_gpu, rows_call
 from octofuse import _C
 from octofuse.ops._calls import RowsCall
-from octofuse.ops.peers import MOST_ROWS, NORM_COLUMNS, WIDE_NORMS
+from octofuse.ops.peers import MOST_ROWS, NORM_COLUMNS, WIDE_NORM_ROWS
 
 pytestmark = pytest.mark.gpu
 
@@ -59,6 +59,7 @@ CASES = [(op, sizes, rows) for op in OPS for sizes in SIZES for rows in (1, 3, 3
 def test_rows_are_gathered(op: str, sizes: tuple[int, ...], rows: int) -> None:
     rank = len(sizes) // 2
     alone = Alone(rank, len(sizes))
+    clusters = torch.cuda.get_device_capability() == (9, 0)
     for dtype in (torch.float16, torch.bfloat16):
         for name, options in PASSES.items():
             affine = weights(op, sum(sizes), torch.float32 if name == "e4m3" else dtype)
@@ -74,7 +75,7 @@ def test_rows_are_gathered(op: str, sizes: tuple[int, ...], rows: int) -> None:
                 want = _C.rows(on_gpu(rows_call(whole, op, **affine, **options)))
                 call = on_gpu(rows_call(own, op, **affine, **options))
                 alone.expect(parts)
-                pays = "norm" not in op or sum(sizes) <= NORM_COLUMNS or rows <= WIDE_NORMS
+                pays = "norm" not in op or sum(sizes) <= NORM_COLUMNS or (clusters and rows <= WIDE_NORM_ROWS)
                 assert alone.inboxes.takes_rows(call, sizes) == pays
                 # Clusters may share a row, as on compute capability 9.0, or a block has it for itself.
                 got = alone.inboxes.rows(call, sizes, clusters=call_number == 0)
@@ -139,17 +140,18 @@ def test_weights_in_the_middle_of_a_tensor() -> None:
     assert equal(got, want)
 
 
-def test_a_captured_row_of_calls() -> None:
+@pytest.mark.parametrize("cols", [2048, 4096, 8192])
+def test_a_captured_row_of_calls(cols: int) -> None:
     """Each reads what the one before has written, and counts on: rank 0 of 1 alone, whose parts are whole rows."""
     alone = Alone(0, 1)
-    x = torch.randn(2, 2048, dtype=torch.float16).cuda()
-    weight = torch.rand(2048).cuda()
+    x = torch.randn(2, cols, dtype=torch.float16).cuda()
+    weight = torch.rand(cols).cuda()
 
     def chain(x: Tensor) -> Tensor:
         for _ in range(5):
-            x = alone.inboxes.rows(rows_call(x, "rms_norm", weight=weight), (2048,))[0]
-            x = alone.inboxes.gather(x, (2048,))
-        return alone.inboxes.rows(rows_call(x, "copy", quantize=True), (2048,))[0]
+            x = alone.inboxes.rows(rows_call(x, "rms_norm", weight=weight), (cols,))[0]
+            x = alone.inboxes.gather(x, (cols,))
+        return alone.inboxes.rows(rows_call(x, "copy", quantize=True), (cols,))[0]
 
     want = chain(x)
     graph = torch.cuda.CUDAGraph()
@@ -233,7 +235,12 @@ def test_refusals() -> None:
     assert "a copy of at most 256 rows" in refused(rows_call(x.new_zeros(257, 64), "copy"), (64, 64))
     assert "and 16384 columns" in refused(rows_call(x.new_zeros(1, 16384), "rms_norm"), (16384, 8))
     blocks = rows_call(x, "copy", quantize=True, q_dtype=E4M3, q_block=True)
-    assert not Alone(0, 2).inboxes.takes_rows(blocks, (64, 64))
+    inboxes = Alone(0, 2).inboxes
+    assert inboxes.takes_rows(rows_call(x, "copy"), (64, 64))
+    for other in (blocks, rows_call(x, "activation", activation="silu"), rows_call(x, "copy", constants=False),
+                  rows_call(x, "copy", quantize=True, of_part=True)):  # fmt: skip
+        assert not inboxes.takes_rows(other, (64, 64))
+    assert not inboxes.takes_rows(rows_call(x, "gated_activation", activation="silu"), (64, 64), adds=True)
     assert "a copy of at most 256 rows" in refused(blocks, (64, 64))
     assert "weight: expected a contiguous tensor of shape [128]" in refused(
         rows_call(x, "rms_norm", weight=torch.ones(64).cuda()), (64, 64)

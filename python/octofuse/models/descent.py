@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,16 +34,16 @@ class _Steps:
         """shape: of the batches that are captured; None: none are."""
         self.optimizer, self.loss, self.shape = optimizer, loss, shape
         self.stream = None if shape is None else torch.cuda.Stream(device)
-        self.had = 0
+        self.batches_seen = 0
         self.captured: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
 
     def run(self, batch: Any) -> Tensor:
         if self.shape is None or batch.shape != self.shape:
             return self._step(batch)
-        self.had += 1
-        if self.had == 2:
+        self.batches_seen += 1
+        if self.batches_seen == 2:
             return self._step_that_may_wait(batch)
-        if self.had == 3:
+        if self.batches_seen == 3:
             self._capture(batch)
         if self.captured is None:
             return self._step(batch)
@@ -66,15 +67,16 @@ class _Steps:
         return loss.detach()
 
     def _step_that_may_wait(self, batch: Tensor) -> Tensor:
-        """In a capture that would be an error, behind which torch's memory of the device is not what it was."""
+        """Finds out without a capture: one in which something waits fails, and leaves torch's generator and allocator in
+        it. Torch's mode is the process's: what another thread waits for meanwhile raises as well."""
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            _set_sync_debug_mode("error")
             return self._step(batch)
         except RuntimeError:
             self.shape = None
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            _set_sync_debug_mode(before)
         return self._step(batch)
 
     def _capture(self, batch: Tensor) -> None:
@@ -84,11 +86,18 @@ class _Steps:
                 loss = self._step(ids)
         except RuntimeError:  # what does not ask torch to wait, but the device itself
             self.shape = None
-            # Which believes that the capture goes on.
+            # Torch's generator would believe that it is in the capture still.
             generator = torch.cuda.default_generators[batch.device.index]
             generator.graphsafe_set_state(generator.clone_state())
         else:
             self.captured = (graph, ids, loss)
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    """Without torch's warning that this mode is a prototype."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def descend(

@@ -155,7 +155,7 @@ class Col32Call(NamedTuple):
 
 
 class PeerCall(NamedTuple):
-    """What a rank's call of `ops.peers` meets the others' by; sizes: elements of a row of each. The rest: `Inboxes`."""
+    """Where a call of `ops.peers` finds the other ranks: the fields of `Inboxes`, and sizes, elements of a row of each."""
 
     sizes: tuple[int, ...]
     rank: int

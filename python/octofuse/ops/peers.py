@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ SPAN: int = _C.BULK_SPAN  # bytes that the most in bulk is a multiple of
 MOST_RANKS: int = _C.MAX_RANKS
 COUNTERS: int = _C.CALL_COUNTERS
 MOST_ROWS: int = _C.MOST_GATHERED_ROWS
-# Blocks that share a wide row have to agree on its sums: of more rows, a gather and the norm's own kernel are faster.
-NORM_COLUMNS, WIDE_NORMS = 4096, 4
+# A norm of more columns is shared by blocks of a cluster, which have to agree on its sums: of more rows than these, a
+# gather and the norm's own kernel are faster, and so they are where there are no clusters.
+NORM_COLUMNS, WIDE_NORM_ROWS = 4096, 4
 
 
 def inbox_bytes(capacity: int, bulk: int, ranks: int) -> int:
@@ -58,10 +60,13 @@ class Inboxes:
         x = call.x
         if x.dtype not in (torch.float16, torch.bfloat16) or call.q_block or call.order is not None:
             return False
+        none = ("activation", "gated_activation") if adds else ("activation",)
+        if not call.constants or call.of_part or call.op in none:
+            return False
         count = x.numel() // x.shape[-1]
         columns = sizes[self.rank] if adds else sum(sizes)
         norm = call.op.endswith("norm")
-        if norm and columns > NORM_COLUMNS and count > WIDE_NORMS:
+        if norm and columns > NORM_COLUMNS and (count > WIDE_NORM_ROWS or not _has_clusters(x.device)):
             return False
         most = _C.most_gathered_columns(norm, True, x.device.index)
         return count <= MOST_ROWS and columns <= most and self._fits(x, sizes, PACK)
@@ -72,7 +77,9 @@ class Inboxes:
         """`ops.rows` of a copy, a gated activation or a norm, whose x, `[..., sizes[rank]]`, gated twice as wide, is a
         part of every rank's: gathered, or with `adds`, all sizes alike, added in fp32 in the ranks' order. clusters: may
         share a row where the device has them."""
-        weight, bias = (None if one is None else _aligned(one, PACK) for one in (call.weight, call.bias))
+        weight, bias = (
+            None if one is None else _aligned(one, 8 * one.element_size()) for one in (call.weight, call.bias)
+        )
         call = call._replace(x=_aligned(call.x, PACK), weight=weight, bias=bias)
         return _C.gather_rows(call, adds, self._call(sizes), clusters)
 
@@ -83,6 +90,11 @@ class Inboxes:
 
     def _call(self, sizes: tuple[int, ...]) -> PeerCall:
         return PeerCall(sizes, self.rank, self.addresses, self.calls, self.capacity, self.bulk, self.limit)
+
+
+@cache
+def _has_clusters(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _aligned(x: Tensor, unit: int) -> Tensor:
