@@ -20,6 +20,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def run_part(tool: str, part: str, gpu: int | None) -> dict:
     return outcome
 
 
-def run_sanitizers(pool: ThreadPoolExecutor, tools: list[str], gpus: int, chosen: list[str], before: dict) -> dict:
+def run_sanitizers(pool: ThreadPoolExecutor, tools: list[str], gpus: int, chosen: Sequence[str], before: dict) -> dict:
     """Every chosen part of the cases in a process of its own, on one GPU or on each of several in turn; of the others what
     was found before."""
     turn = itertools.count()
@@ -129,10 +130,10 @@ def main() -> None:
     parser.add_argument(
         "--again", nargs="+", choices=(TESTS, *TOOLS), help="these alone, into a tests.json of the same cpp/"
     )
-    parser.add_argument("--parts", nargs="+", choices=parts_of_cases(), default=list(parts_of_cases()),
-                        help="with --again, of the tools' cases")  # fmt: skip
+    every = parts_of_cases()
+    parser.add_argument("--parts", nargs="+", choices=every, help="with --again, of the tools' cases")
     args = parser.parse_args()
-    if args.parts != list(parts_of_cases()) and not set(args.again or []) & set(TOOLS):
+    if args.parts and not set(args.again or []) & set(TOOLS):
         parser.error("--parts: expected --again with a sanitizer as well")
     path = args.out / "tests.json"
     record = environment("python benchmarks/gpu_suite.py")
@@ -143,11 +144,11 @@ def main() -> None:
                 raise SystemExit(f"{path}: expected {key} {record[key]}, got {before[key]}")
         record = before
     # Side by side: each process waits for the GPU, or it for the process.
-    with ThreadPoolExecutor(1 + len(TOOLS) * len(parts_of_cases())) as pool:
+    with ThreadPoolExecutor(1 + len(TOOLS) * len(every)) as pool:
         tools = [tool for tool in args.again if tool != TESTS] if args.again else args.tools
         tests = pool.submit(run_tests, args.workers, args.gpus) if TESTS in (args.again or [TESTS]) else None
-        before = record.setdefault("sanitizers", {})
-        record["sanitizers"] = before | run_sanitizers(pool, tools, args.gpus, args.parts, before)
+        found = record.get("sanitizers", {})
+        record["sanitizers"] = found | run_sanitizers(pool, tools, args.gpus, args.parts or every, found)
         if tests is not None:
             record["tests"] = tests.result()
     args.out.mkdir(parents=True, exist_ok=True)

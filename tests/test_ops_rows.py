@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -189,6 +190,18 @@ def test_compiled_whole(device, generator) -> None:
         assert torch.equal(got, want)
 
 
+def check_captured_chain(run: Callable[[], list[torch.Tensor]]) -> None:
+    """In a graph the same results, numbers or none."""
+    want = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    for _ in range(3):
+        graph.replay()
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(torch.nan_to_num(a.float(), 7.0), torch.nan_to_num(b.float(), 7.0))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -207,14 +220,7 @@ def test_gates_of_a_captured_chain(rows: int, cols: int, dtype: torch.dtype) -> 
         fixed, _ = octofuse.gated_activation_quantize(x, "silu", scale=scale, constants=True)
         return [y, q, scales, fixed]
 
-    want = run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run()
-    for _ in range(3):
-        graph.replay()
-        for a, b in zip(got, want, strict=True):
-            assert torch.equal(torch.nan_to_num(a.float(), 7.0), torch.nan_to_num(b.float(), 7.0))
+    check_captured_chain(run)
 
 
 @pytest.mark.gpu
@@ -244,11 +250,4 @@ def test_wide_norms_of_a_captured_chain(rows: int, cols: int, dtype: torch.dtype
         narrow = norm(second, "rms_norm", q_dtype=torch.float8_e4m3fn, quantize=True)
         return [first, h, second, q, scales, *added, *fixed, *narrow]
 
-    want = run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run()
-    for _ in range(3):
-        graph.replay()
-        for a, b in zip(got, want, strict=True):
-            assert torch.equal(torch.nan_to_num(a.float(), 7.0), torch.nan_to_num(b.float(), 7.0))
+    check_captured_chain(run)

@@ -60,8 +60,7 @@ class Inboxes:
         x = call.x
         if x.dtype not in (torch.float16, torch.bfloat16) or call.q_block or call.order is not None:
             return False
-        none = ("activation", "gated_activation") if adds else ("activation",)
-        if not call.constants or call.of_part or call.op in none:
+        if not call.constants or call.of_part or call.op == "activation" or (adds and call.op == "gated_activation"):
             return False
         count = x.numel() // x.shape[-1]
         columns = sizes[self.rank] if adds else sum(sizes)
@@ -77,9 +76,7 @@ class Inboxes:
         """`ops.rows` of a copy, a gated activation or a norm, whose x, `[..., sizes[rank]]`, gated twice as wide, is a
         part of every rank's: gathered, or with `adds`, all sizes alike, added in fp32 in the ranks' order. clusters: may
         share a row where the device has them."""
-        weight, bias = (
-            None if one is None else _aligned(one, 8 * one.element_size()) for one in (call.weight, call.bias)
-        )
+        weight, bias = (None if one is None else _aligned_pack(one) for one in (call.weight, call.bias))
         call = call._replace(x=_aligned(call.x, PACK), weight=weight, bias=bias)
         return _C.gather_rows(call, adds, self._call(sizes), clusters)
 
@@ -95,6 +92,11 @@ class Inboxes:
 @cache
 def _has_clusters(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _aligned_pack(x: Tensor) -> Tensor:
+    """A thread reads 8 elements at once, which may be fp32."""
+    return _aligned(x, 8 * x.element_size())
 
 
 def _aligned(x: Tensor, unit: int) -> Tensor:
