@@ -1,4 +1,4 @@
-"""The tables of docs/parallel.md; `tables.py` writes them from results/h200/parallel.json and parallel_30b.json, and
+"""The tables of docs/parallel.md; `tables.py` writes them from results/h200/parallel.json and
 results/h100/parallel.json."""
 
 from __future__ import annotations

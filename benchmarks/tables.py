@@ -240,7 +240,7 @@ def parallel_loads() -> str:
 
 
 def one_against_two() -> str:
-    return parallel_tables.one_against_two(result("h200/parallel_30b"))
+    return parallel_tables.one_against_two(result("h200/parallel"))
 
 
 def parallel_h100() -> str:

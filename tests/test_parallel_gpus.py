@@ -131,7 +131,7 @@ def test_fast_sums_on_gpus(ranks: int, tmp_path: Path) -> None:
 def left_alone_on_a_gpu(rank: int, folder: str) -> None:
     """Without a word to the others: rank 0 says what it found and ends at once, its device being unusable."""
     torch.cuda.set_device(rank)
-    limit = timedelta(seconds=8)
+    limit = timedelta(seconds=20)  # processes start within it too, on a busy machine
     dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
     generator = Generator(on_gpu(quantised_as("w8a8-dynamic")), mesh=init_device_mesh("cuda", (2,)))
     generator(PROMPTS, 8)
@@ -150,4 +150,4 @@ def test_a_rank_that_ends_on_gpus(tmp_path: Path) -> None:
     mp.start_processes(left_alone_on_a_gpu, (str(tmp_path),), 2, start_method="spawn")
     seconds, _, said = (tmp_path / "found").read_text().partition(" ")
     assert re.match("rank 0 of 2: an exchange with other ranks failed: one has ended, or kept the others waiting", said)
-    assert float(seconds) < 30
+    assert float(seconds) < 60
