@@ -26,7 +26,8 @@ def lowbit_block_cases() -> int:
 
 
 def many_token_cases() -> int:
-    """gemm_many's blocks with several tiles each: 256 x 128, 128 x 192 and 192 x 128 (tokens, channels); gemm_split's."""
+    """gemm_many's blocks: several tiles of 256 x 128, 128 x 192 and 192 x 128 (tokens, channels), one of 128 x 256;
+    gemm_split's."""
     count = 0
     for (kind, bits, _), (n, k, m, engine) in itertools.product(
         (LOWBIT[0], LOWBIT[5]),
@@ -34,6 +35,7 @@ def many_token_cases() -> int:
             (10240, 256, 640, "gemm_many"),
             (10240, 256, 777, "gemm_many"),
             (4352, 512, 1111, "gemm_many"),
+            (3584, 512, 1111, "gemm_many"),
             (4352, 512, 300, "gemm_split"),
         ),
     ):

@@ -17,7 +17,7 @@ KINDS = [("uniform", bits, zeros) for bits in range(1, 9) for zeros in (False, T
 KINDS += [("planes", bits, False) for bits in (1, 3, 8)]
 KINDS += [("sparse12", 7, False), ("codebook", 4, False), ("float8", 8, False)]
 # Each tile of gemm_many, one round of them and more, and less than a tile.
-MANY = [(208, 104), (1600, 2176), (4352, 1600), (10240, 256), (16896, 256)]
+MANY = [(208, 104), (1600, 2176), (4352, 1600), (10240, 256), (3584, 320), (16896, 256)]
 # Of 1,111 tokens, with tiles that are not full.
 PARTS = [(0, 1111), (0, 1), (5, 105), (0, 128), (2, 131), (100, 292), (9, 209), (1, 257), (200, 584), (3, 643)]
 
@@ -30,7 +30,7 @@ ENGINES = ("gemm_many", "gemm_split")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_many_tokens(kind: str, bits: int, zeros: bool, dtype: torch.dtype, engine: str) -> None:
     """At most twice torch's error; and a token's bits whatever stands beside it."""
-    for (n, k), group in zip(MANY, (None, 32, 64, 128, 256), strict=True):
+    for (n, k), group in zip(MANY, (None, 32, 64, 128, 64, 256), strict=True):
         if engine == "gemm_split" and k <= 128:
             continue
         weight = Weight(kind, bits, group, n, k, zeros, dtype)
@@ -43,8 +43,9 @@ def test_many_tokens(kind: str, bits: int, zeros: bool, dtype: torch.dtype, engi
             assert torch.equal(weight.multiply(x[first:end], engine=engine), together[first:end]), (n, first, end)
 
 
-# Tiles of 128 x 128, 128 x 192, 192 x 128 and 256 x 128 (tokens, channels); the third and fifth more than once a block.
-EPILOGUES = [(208, 777), (10240, 256), (10240, 777), (16896, 192), (16896, 640)]
+# Tiles of 128 x 128, 128 x 192, 192 x 128, 256 x 128 and 128 x 256 (tokens, channels); the third, fifth and last more
+# than once a block.
+EPILOGUES = [(208, 777), (10240, 256), (10240, 777), (16896, 192), (16896, 640), (3584, 1111), (28672, 333)]
 
 
 @pytest.mark.parametrize(("n", "m"), EPILOGUES)

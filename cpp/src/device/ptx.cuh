@@ -8,6 +8,14 @@ namespace octofuse {
 
 constexpr uint32_t kFullWarp = 0xFFFFFFFFU;
 
+// A number that the compiler takes to be each thread's own: one that it knows to be the same for all goes into a
+// uniform register, from which every LOP3 with a literal has to move it first.
+__device__ inline uint32_t own_copy(uint32_t value) {
+  uint32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return value + (lane >> 5);
+}
+
 // ---- cp.async ----
 
 __device__ inline uint32_t shared_address(const void* pointer) {

@@ -76,15 +76,20 @@ __device__ inline void read_words(const char* tile, int lane, uint32_t (&words)[
 // The same, but a register's codes are those of four neighbouring columns, 4 * t to 4 * t + 3 of 16: what wgmma wants
 // beside tokens whose columns lie in their own order. Two lanes of the quad have them, two bytes each.
 template <int kWidth>
-__device__ inline void read_words_in_order(const char* tile, int lane, uint32_t (&words)[2 * kWidth]) {
-  uint32_t others[2 * kWidth];
-  const int first = (lane & ~3) + lane % 2 * 2;
-  read_words<kWidth>(tile, first, words);
-  read_words<kWidth>(tile, first + 1, others);
-  const uint32_t selector = lane % 4 < 2 ? 0x6420U : 0x7531U;
+struct WordsInOrder {
+  uint32_t of_two[2][2 * kWidth];
+
+  __device__ void read(const char* tile, int lane) {
+    const int first = (lane & ~3) + lane % 2 * 2;
+    read_words<kWidth>(tile, first, of_two[0]);
+    read_words<kWidth>(tile, first + 1, of_two[1]);
+  }
+  __device__ void put_in_order(int lane, uint32_t (&words)[2 * kWidth]) const {
+    const uint32_t selector = lane % 4 < 2 ? 0x6420U : 0x7531U;
 #pragma unroll
-  for (int i = 0; i < 2 * kWidth; ++i) words[i] = __byte_perm(words[i], others[i], selector);
-}
+    for (int i = 0; i < 2 * kWidth; ++i) words[i] = __byte_perm(of_two[0][i], of_two[1][i], selector);
+  }
+};
 
 // Register r of a lane's 16: four codes, one in each byte. r is known at compile time.
 template <int kWidth>

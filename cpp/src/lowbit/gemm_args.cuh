@@ -50,25 +50,29 @@ struct GemmArgs {
 // From token to token of a block's sums in shared memory.
 constexpr int pitch_of(int channels) { return channels + 4; }
 
-// A kernel at compile time. kType: of the tokens as they are multiplied; sums of int8 are integers. A block's consumer
-// warpgroups form groups of as many as its channels need; the groups share K. Sums of 128 tokens take the registers of
-// twice the threads: a group then has two K slices, one after the other.
-template <LowbitFormat kFormat_, int kBits, DType kType_, int kTokens_, int kChannels_>
+// A kernel at compile time. kType: of the tokens as they are multiplied; sums of int8 are integers. A consumer
+// warpgroup has kParts times 64 channels, and as many warpgroups as its channels need form a group; the groups share K.
+// Sums of 128 tokens take the registers of twice the threads: a group then has two K slices, one after the other.
+template <LowbitFormat kFormat_, int kBits, DType kType_, int kTokens_, int kChannels_, int kParts_ = 1>
 struct GemmTraits {
   static constexpr LowbitFormat kFormat = kFormat_;
   static constexpr DType kType = kType_;
   static constexpr bool kIntegers = kType == DType::kInt8;
+  // Whether codes are requested in front of products that are still to be started (measured: beside int8 it is faster,
+  // 28672 x 4096 with 16 tokens by a seventh; of two levels, and as fp16, mostly slower).
+  static constexpr bool kAsksAhead = kIntegers && kFormat == LowbitFormat::kUniform;
   using Sum = std::conditional_t<kIntegers, uint32_t, float>;  // uint32_t: CuTe takes int32 so
   static constexpr int kRuns = kIntegers ? 1 : 2;              // of a token's k-block
   static constexpr int kTokens = kTokens_;
   static constexpr int kChannels = kChannels_;
   static constexpr int kRowTiles = kChannels / kTileRows;
   using Code = Codes<kFormat, kBits>;
-  static constexpr int kSums = kTokens / 2;                                             // of a consumer thread
+  static constexpr int kParts = kParts_;
+  static constexpr int kSums = kTokens / 2;                                             // of a consumer thread's part
   static constexpr int kSlices = kChannels == 64 ? 4 : kChannels == 128 ? 2 : 1;        // of K, in a block
   static constexpr int kConsumers = kChannels == 192 ? 384 : kTokens > 64 ? 256 : 512;  // threads that multiply
   static constexpr int kThreads = kConsumers + 128;
-  static constexpr int kGroupThreads = 2 * kChannels;
+  static constexpr int kGroupThreads = 2 * kChannels / kParts;
   static constexpr int kGroups = kConsumers / kGroupThreads;
   static constexpr int kSlicesOfGroup = kSlices / kGroups;
   static constexpr int kTokenBytes = kTokens * kTokenRun;  // of a run

@@ -9,14 +9,6 @@ namespace octofuse::lowbit {
 
 constexpr int kProducts = kSteps;  // of 16 columns, of int8 of 32: those of a run
 
-// A number that the compiler takes to be each thread's own: one that it knows to be the same for all goes into a
-// uniform register, from which every LOP3 with a literal has to move it first.
-__device__ inline uint32_t own_copy(uint32_t value) {
-  uint32_t lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return value + (lane >> 5);
-}
-
 // ---- products ----
 
 // d[64, kTokens] += a[64, 16] * b[kTokens, 16]^T, of int8 with 32 columns
@@ -49,13 +41,18 @@ OCTOFUSE_MULTIPLY(256);
 #undef OCTOFUSE_MULTIPLY
 #undef OCTOFUSE_MULTIPLY_AS
 
-// Where a warp's part of a stage lies: its row tile's codes, and this lane's channels.
+// Where a warp's share of a stage lies: its row tile's codes, and this lane's channels. Of the first part; from part to
+// part of 64 channels there are so many bytes.
 template <class Traits>
 struct OperandPlace {
+  static constexpr int kToNextScales = 64 * 2, kToNextZeros = 64;
   int lane, codes, scales, zeros;
+  int to_next_codes;
 
-  __device__ explicit OperandPlace(const StageLayout& layout) : lane(static_cast<int>(threadIdx.x) % 32) {
-    const int row_tile = static_cast<int>(threadIdx.x) % Traits::kGroupThreads / 32;
+  __device__ explicit OperandPlace(const StageLayout& layout)
+      : lane(static_cast<int>(threadIdx.x) % 32), to_next_codes(64 / kTileRows * layout.tile) {
+    const int warp = static_cast<int>(threadIdx.x) % Traits::kGroupThreads / 32;
+    const int row_tile = warp / 4 * (4 * Traits::kParts) + warp % 4;
     const int channel = row_tile * kTileRows + lane / 4;
     codes = layout.codes + row_tile * layout.tile;
     scales = layout.scales + channel * 2;
@@ -63,13 +60,15 @@ struct OperandPlace {
   }
 };
 
-// Makes the first operand of a warp's 16 channels: a run at a time, which is 4 products.
+// Makes the first operand of a warp's 16 channels of a part: a run at a time, which is 4 products. start() requests a
+// k-block's codes.
 template <class Traits>
 class FloatOperand {
   using Code = typename Traits::Code;
   const GemmArgs& args_;
   const OperandPlace<Traits> at_;
   uint32_t words_[Code::kPlanes ? 1 : Code::kWords];
+  int part_ = 0;
   Dequantizer<Code, Traits::kType> dequantizer_;
 
  public:
@@ -77,8 +76,9 @@ class FloatOperand {
   __device__ FloatOperand(const GemmArgs& args, const char* table)
       : args_(args), at_(args.layout), dequantizer_(own_copy(args.base), args.twice_zero, table) {}
 
-  __device__ void start(const char* stage) {
-    if constexpr (!Code::kPlanes) read_words<Code::kWidth>(stage + at_.codes, at_.lane, words_);
+  __device__ void start(const char* stage, int part = 0) {
+    part_ = part;
+    if constexpr (!Code::kPlanes) read_words<Code::kWidth>(stage + codes(), at_.lane, words_);
   }
 
   __device__ void make(const char* stage, int run, uint32_t (&a)[4 * kProducts]) {
@@ -108,6 +108,8 @@ class FloatOperand {
   }
 
  private:
+  __device__ int codes() const { return at_.codes + part_ * at_.to_next_codes; }
+
   // Which of the k-block's groups a step lies in.
   __device__ int group_of(int step) const {
     return static_cast<int>(static_cast<unsigned>(step * args_.groups.segments) / kSteps);
@@ -115,23 +117,25 @@ class FloatOperand {
 
   // Of channel lane / 4 (0) or lane / 4 + 8 (1).
   __device__ uint16_t scale(const char* stage, int group, int plane, int channel) const {
-    const char* const first = stage + at_.scales + (group * args_.planes + plane) * Traits::kChannels * 2;
+    const char* const first = stage + at_.scales + part_ * OperandPlace<Traits>::kToNextScales +
+                              (group * args_.planes + plane) * Traits::kChannels * 2;
     return *reinterpret_cast<const uint16_t*>(first + channel * 16);
   }
 
   __device__ void set_scales(const char* stage, int step) {
     const int group = step == 0 ? 0 : group_of(step);
+    const char* const zeros =
+        stage + at_.zeros + part_ * OperandPlace<Traits>::kToNextZeros + group * Traits::kChannels;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       dequantizer_.set_scale(i, scale(stage, group, 0, i));
-      if (args_.has_zeros)
-        dequantizer_.set_zero(i, static_cast<uint8_t>(stage[at_.zeros + group * Traits::kChannels + i * 8]));
+      if (args_.has_zeros) dequantizer_.set_zero(i, static_cast<uint8_t>(zeros[i * 8]));
     }
   }
 
   template <bool kFirst>
   __device__ void make_planes(const char* stage, int run, int plane, uint32_t (&a)[4 * kProducts]) const {
-    const char* const tile = stage + at_.codes + plane * Code::kBytes;
+    const char* const tile = stage + codes() + plane * Code::kBytes;
     const uint2 words = *reinterpret_cast<const uint2*>(tile + at_.lane * 8);
     uint32_t minus_alpha[2];
 #pragma unroll
@@ -152,29 +156,36 @@ class IntegerOperand {
   using Code = typename Traits::Code;
   const int segments_;
   const OperandPlace<Traits> at_;
-  uint32_t words_[Code::kWords];
+  WordsInOrder<Code::kWidth> words_;
+  int part_ = 0;
   IntegerMaker<Code> maker_;
 
  public:
   __device__ IntegerOperand(const GemmArgs& args, const char* /*table*/)
       : segments_(args.groups.segments), at_(args.layout) {}
 
-  __device__ void start(const char* stage) { read_words_in_order<Code::kWidth>(stage + at_.codes, at_.lane, words_); }
+  __device__ void start(const char* stage, int part = 0) {
+    part_ = part;
+    words_.read(stage + at_.codes + part * at_.to_next_codes, at_.lane);
+  }
 
   __device__ void make(const char* stage, int /*run*/, uint32_t (&a)[4 * kProducts]) {
+    uint32_t words[Code::kWords];
+    words_.put_in_order(at_.lane, words);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if constexpr (Traits::kFormat == LowbitFormat::kTwoLevel) {
         if (step == 0 || segments_ > 1) set_groups(stage, step * segments_ / kSteps);
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a[step * 4 + i] = maker_.integers(words_, step * 4 + i);
+      for (int i = 0; i < 4; ++i) a[step * 4 + i] = maker_.integers(words, step * 4 + i);
     }
   }
 
  private:
   __device__ void set_groups(const char* stage, int group) {
-    const char* const first = stage + at_.scales + group * Traits::kChannels * 2;
+    const char* const first =
+        stage + at_.scales + part_ * OperandPlace<Traits>::kToNextScales + group * Traits::kChannels * 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) maker_.set_group(i, *reinterpret_cast<const uint16_t*>(first + i * 16));
   }
@@ -183,9 +194,17 @@ class IntegerOperand {
 template <class Traits>
 using Operand = std::conditional_t<Traits::kIntegers, IntegerOperand<Traits>, FloatOperand<Traits>>;
 
-// Starts the products of a run, which add to `sums`. tokens: the low half of the descriptor of the k-block's.
+// f(each sum)
+template <class Sum, int kSums, class F>
+__device__ void for_each_sum(Sum (&sums)[kSums], F f) {
+#pragma unroll
+  for (Sum& sum : sums) f(sum);
+}
+
+// Starts the products of a run, which add to `sums`. tokens: the descriptor of the k-block's, to which 64 bits are
+// added: for halves that are put together for each product ptxas takes an instruction more.
 template <class Traits>
-__device__ void multiply(uint32_t tokens, int run, uint32_t (&a)[4 * kProducts],
+__device__ void multiply(uint64_t tokens, int run, uint32_t (&a)[4 * kProducts],
                          typename Traits::Sum (&sums)[Traits::kSums]) {
 #pragma unroll
   for (uint32_t& pair : a) cute::warpgroup_fence_operand(pair);  // all are there before the first product
@@ -193,7 +212,7 @@ __device__ void multiply(uint32_t tokens, int run, uint32_t (&a)[4 * kProducts],
   tokens += run * (Traits::kTokenBytes / 16);
 #pragma unroll
   for (int i = 0; i < kProducts; ++i) {
-    Multiply<Traits::kType, Traits::kTokens>::run(a + 4 * i, wgmma::descriptor_of(tokens + 2 * i), sums);
+    Multiply<Traits::kType, Traits::kTokens>::run(a + 4 * i, tokens + 2 * i, sums);
   }
   cute::warpgroup_commit_batch();
 }
@@ -207,59 +226,57 @@ __device__ void multiply_blocks(const GemmArgs& args, int k_blocks, const char* 
                                 RingPosition& at, typename Traits::Sum (&sums)[Traits::kSums]) {
   Operand<Traits> operand(args, ring - Traits::kTableBytes);
   uint32_t a[2][4 * kProducts];
-#pragma unroll
-  for (auto& sum : sums) sum = 0;
+  for_each_sum(sums, [](auto& sum) { sum = 0; });
   if (k_blocks == 0) return;
-#pragma unroll
-  for (auto& sum : sums) cute::warpgroup_fence_operand(sum);
+  for_each_sum(sums, [](auto& sum) { cute::warpgroup_fence_operand(sum); });
   const char* stage = nullptr;
   const auto next_stage = [&] {
     stage = ring + at.slot * args.layout.stage;
     barriers.full[at.slot].wait(at.phase);
     operand.start(stage);
   };
-  const auto tokens = [&] {
-    return wgmma::low_descriptor(ring) + at.slot * (static_cast<uint32_t>(args.layout.stage) / 16);
+  const auto tokens_of = [&](int slot) {
+    return wgmma::descriptor_of(wgmma::low_descriptor(ring) + slot * (static_cast<uint32_t>(args.layout.stage) / 16));
   };
   next_stage();
   operand.make(stage, 0, a[0]);
   int last = -1;  // the slot before this one
 #pragma unroll 1
   while (true) {
+    int slot = at.slot;
     if constexpr (Traits::kIntegers) {
-      multiply<Traits>(tokens(), 0, a[0], sums);
+      at.next();
+      if (Traits::kAsksAhead && k_blocks > 1) next_stage();
+      multiply<Traits>(tokens_of(slot), 0, a[0], sums);
       cute::warpgroup_wait<1>();  // the k-block before this one is done
       if (last >= 0) barriers.empty[last].arrive();
-      last = at.slot;
-      at.next();
+      last = slot;
       if (--k_blocks == 0) break;
-      next_stage();
+      if (!Traits::kAsksAhead) next_stage();
       operand.make(stage, 0, a[1]);
-      multiply<Traits>(tokens(), 0, a[1], sums);
-      cute::warpgroup_wait<1>();
-      barriers.empty[last].arrive();
-      last = at.slot;
-      at.next();
-      if (--k_blocks == 0) break;
-      next_stage();
+      slot = at.slot;
     } else {
-      multiply<Traits>(tokens(), 0, a[0], sums);
-      cute::warpgroup_wait<1>();  // the k-block before this one is done
+      multiply<Traits>(tokens_of(slot), 0, a[0], sums);
+      cute::warpgroup_wait<1>();
       if (last >= 0) barriers.empty[last].arrive();
       operand.make(stage, 1, a[1]);
-      multiply<Traits>(tokens(), 1, a[1], sums);
-      last = at.slot;
-      at.next();
-      if (--k_blocks == 0) break;
-      next_stage();
-      cute::warpgroup_wait<1>();
     }
+    at.next();
+    if (Traits::kAsksAhead && k_blocks > 1) next_stage();
+    multiply<Traits>(tokens_of(slot), Traits::kRuns - 1, a[1], sums);
+    if constexpr (Traits::kIntegers) {
+      cute::warpgroup_wait<1>();
+      barriers.empty[last].arrive();
+    }
+    last = slot;
+    if (--k_blocks == 0) break;
+    if (!Traits::kAsksAhead) next_stage();
+    if constexpr (!Traits::kIntegers) cute::warpgroup_wait<1>();
     operand.make(stage, 0, a[0]);
   }
   cute::warpgroup_wait<0>();
   if constexpr (Traits::kSlicesOfGroup > 1) barriers.empty[last].arrive();  // the next slice fills it again
-#pragma unroll
-  for (auto& sum : sums) cute::warpgroup_fence_operand(sum);
+  for_each_sum(sums, [](auto& sum) { cute::warpgroup_fence_operand(sum); });
 }
 
 }  // namespace octofuse::lowbit

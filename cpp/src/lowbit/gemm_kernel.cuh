@@ -233,7 +233,8 @@ inline void launch_gemm(const LowbitArgs& given, const GemmKernel& kernel, int s
   GemmArgs args = gemm_args_of(given, w, kernel, split * kernel.slices, std::min(given.m, kernel.tokens),
                                kernel.tokens * kBlockK * kernel.token_size, is_chained(stream, device));
   args.split = split;
-  // At least 2: a stage comes free when the next one is being multiplied.
+  // At least 3: a stage comes free when the next one is being multiplied, and the one behind that may be asked for
+  // then.
   const int room = kMostShared - kBarrierBytes - kernel.table_bytes;
   args.layout.stages = std::min(room / args.layout.stage, kMostStages) / kernel.groups;
   const int outputs = kernel.tokens * pitch_of(kernel.channels) * 4;

@@ -19,10 +19,12 @@ GemmKernel kernel_for(const LowbitArgs& args, const ManyShape& shape) {
     }
     constexpr auto k128 = std::integral_constant<int, 128>();
     constexpr auto k192 = std::integral_constant<int, 192>();
+    constexpr auto k256 = std::integral_constant<int, 256>();
+    if (shape.channels == 256) return of(k128, k256);
     if (shape.channels == 192) return of(k128, k192);
     if (shape.tokens == 128) return of(k128, k128);
     if (shape.tokens == 192) return of(k192, k128);
-    of(std::integral_constant<int, 256>(), k128);
+    of(k256, k128);
   });
   return kernel;
 }

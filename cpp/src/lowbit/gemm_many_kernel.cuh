@@ -10,8 +10,8 @@
 //   two blocks of a cluster  have the same tokens and neighbouring channels; each copies half of the tokens to both. Or
 //                            (kSplitsK) the same tile and half of K each: they exchange sums, half of the tokens each
 //   two producer lanes       copy weights into a ring of k-blocks, tokens into one of runs, tile after tile
-//   2 to 4 consumer          64 channels each: make the operand of a run while another is multiplied, then finish
-//   warpgroups               their outputs through shared memory, 32 tokens at a time
+//   2 to 4 consumer          64 channels each, of some tiles two parts of 64: make the operand of a run while another
+//   is warpgroups               multiplied, then finish their outputs through shared memory, 32 tokens at a time
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -26,12 +26,16 @@ namespace octofuse::lowbit {
 // Of the ring of weights. Few tokens take little time: more has to be on its way.
 constexpr int weight_stages_of(int tokens) { return tokens > 64 ? 3 : 8; }
 
-// Every consumer warpgroup has 64 channels and all of K that the block has. kSplitsK_: half of it, for a tile that both
-// blocks of a cluster have.
+// A consumer warpgroup has 64 channels, or two parts of as many where four warpgroups would have no registers for the
+// sums.
+constexpr int many_parts_of(int tokens, int channels) { return tokens == 128 && channels == 256 ? 2 : 1; }
+
+// Every consumer warpgroup has all of K that the block has. kSplitsK_: half of it, for a tile that both blocks of a
+// cluster have.
 template <LowbitFormat kFormat, int kBits, DType kType, int kTokens, int kChannels, bool kSplitsK_ = false>
-struct ManyTraits : GemmTraits<kFormat, kBits, kType, kTokens, kChannels> {
+struct ManyTraits : GemmTraits<kFormat, kBits, kType, kTokens, kChannels, many_parts_of(kTokens, kChannels)> {
   static constexpr bool kSplitsK = kSplitsK_;
-  static constexpr int kConsumers = 2 * kChannels;
+  static constexpr int kConsumers = 2 * kChannels / many_parts_of(kTokens, kChannels);
   static constexpr int kThreads = kConsumers + 128;
   static constexpr int kRegisters = kConsumers == 256 ? 232 : kConsumers == 384 ? 160 : 112;  // of a consumer
 };
@@ -58,23 +62,23 @@ class ManyRings {
         weight_(0, args.layout.stages),
         thread_(static_cast<int>(threadIdx.x) % 128) {}
 
-  __device__ const char* wait_for_weights() const {
-    barriers_.weights_full[weight_.slot].wait(weight_.phase);
-    return weights_ + weight_.slot * args_.layout.stage;
+  __device__ const char* wait_for_weights() {
+    const int slot = weight_.slot;
+    barriers_.weights_full[slot].wait(weight_.phase);
+    weight_.next();
+    return weights_ + slot * args_.layout.stage;
   }
   // Behind products that take what was read: to issue these, a warp waits for its reads. For an arrival it does not,
   // and of 8 bits the next weights were copied over what had not been read yet.
-  __device__ void release_weights() {
-    barriers_.weights_empty[weight_.slot].arrive();
-    weight_.next();
-  }
+  __device__ void release_weights(int slot) { barriers_.weights_empty[slot].arrive(); }
 
+  __device__ int weight_slot() const { return weight_.slot; }
   __device__ int token_slot() const { return token_.slot; }
-  __device__ uint32_t wait_for_tokens() {
+  __device__ uint64_t wait_for_tokens() {
     barriers_.tokens_full[token_.slot].wait(token_.phase);
     const uint32_t tokens = wgmma::low_descriptor(tokens_) + token_.slot * (Traits::kTokenBytes / 16);
     token_.next();
-    return tokens;
+    return wgmma::descriptor_of(tokens);
   }
   // Tensor cores have read them: one thread tells each block that writes there.
   __device__ void release_tokens(int slot) const {
@@ -86,50 +90,138 @@ class ManyRings {
   }
 };
 
-// The sums of a tile, in multiply_blocks()' form.
+// The sums of a tile, in multiply_blocks()' form. A turn has two runs; last: the slot of a run before them, or -1. With
+// another end in the middle of a turn ptxas moved each product's descriptor from a register: 118 instructions for a
+// k-block of int8 in the place of 90.
 template <class Traits>
-__device__ void multiply_tile(const ManyArgs& args, const char* table, ManyRings<Traits>& rings,
-                              typename Traits::Sum (&sums)[Traits::kSums]) {
-  Operand<Traits> operand(args, table);
-  uint32_t a[2][4 * kProducts];
-#pragma unroll
-  for (auto& sum : sums) sum = 0;
-#pragma unroll
-  for (auto& sum : sums) cute::warpgroup_fence_operand(sum);
-  const char* stage = rings.wait_for_weights();
-  operand.start(stage);
-  operand.make(stage, 0, a[0]);
-  int first = 0;  // the slots of both runs of a turn
-  int last = -1;
-  int k_blocks = ManyRange<Traits>(args).count;
+__device__ void multiply_turns(Operand<Traits>& operand, ManyRings<Traits>& rings, int turns, const char* stage,
+                               int weights, int last, uint32_t (&a)[2][4 * kProducts],
+                               typename Traits::Sum (&sums)[Traits::kSums]) {
+  const auto next_stage = [&] {
+    const int slot = rings.weight_slot();
+    stage = rings.wait_for_weights();
+    operand.start(stage);
+    return slot;
+  };
+  int first = -1;  // the slots of both runs of a turn
 #pragma unroll 1
-  while (true) {
+  while (turns > 0) {
     first = rings.token_slot();
+    int next = 0;
+    if constexpr (Traits::kAsksAhead) next = next_stage();
     multiply<Traits>(rings.wait_for_tokens(), 0, a[0], sums);
     if constexpr (Traits::kIntegers) {
-      rings.release_weights();
-      if (--k_blocks == 0) break;
-      stage = rings.wait_for_weights();
-      operand.start(stage);
+      rings.release_weights(weights);
+      weights = Traits::kAsksAhead ? next : next_stage();
     }
     cute::warpgroup_wait<1>();
     if (last >= 0) rings.release_tokens(last);
     operand.make(stage, Traits::kRuns - 1, a[1]);
     last = rings.token_slot();
+    if (Traits::kAsksAhead && turns > 1) next = next_stage();
     multiply<Traits>(rings.wait_for_tokens(), 0, a[1], sums);
-    rings.release_weights();
-    if (--k_blocks == 0) break;
-    stage = rings.wait_for_weights();
-    operand.start(stage);
+    rings.release_weights(weights);
+    if (--turns == 0) break;
+    weights = Traits::kAsksAhead ? next : next_stage();
     cute::warpgroup_wait<1>();
     rings.release_tokens(first);
     operand.make(stage, 0, a[0]);
   }
   cute::warpgroup_wait<0>();
-  rings.release_tokens(first);
-  if (last >= 0) rings.release_tokens(last);
-#pragma unroll
-  for (auto& sum : sums) cute::warpgroup_fence_operand(sum);
+  if (first >= 0) rings.release_tokens(first);
+  rings.release_tokens(last);
+}
+
+template <class Traits>
+__device__ void multiply_tile(const ManyArgs& args, const char* table, ManyRings<Traits>& rings,
+                              typename Traits::Sum (&sums)[Traits::kSums]) {
+  Operand<Traits> operand(args, table);
+  uint32_t a[2][4 * kProducts];
+  for_each_sum(sums, [](auto& sum) { sum = 0; });
+  for_each_sum(sums, [](auto& sum) { cute::warpgroup_fence_operand(sum); });
+  int turns = ManyRange<Traits>(args).count;
+  int weights = rings.weight_slot();  // the slot of those that are being multiplied
+  const char* stage = rings.wait_for_weights();
+  operand.start(stage);
+  operand.make(stage, 0, a[0]);
+  int last = -1;
+  if constexpr (Traits::kIntegers) {  // a k-block has one run: an odd one goes first, so that a turn has one end
+    if (turns % 2 == 1) {
+      last = rings.token_slot();
+      multiply<Traits>(rings.wait_for_tokens(), 0, a[0], sums);
+      rings.release_weights(weights);
+      cute::warpgroup_wait<0>();
+      if (turns > 1) {
+        weights = rings.weight_slot();
+        stage = rings.wait_for_weights();
+        operand.start(stage);
+        operand.make(stage, 0, a[0]);
+      }
+    }
+    turns /= 2;
+  }
+  multiply_turns<Traits>(operand, rings, turns, stage, weights, last, a, sums);
+  for_each_sum(sums, [](auto& sum) { cute::warpgroup_fence_operand(sum); });
+}
+
+// The same of two parts, which are multiplied in turn and share a run of tokens: of each both runs, then of the other.
+template <class Traits>
+__device__ void multiply_two_parts(const ManyArgs& args, const char* table, ManyRings<Traits>& rings,
+                                   typename Traits::Sum (&sums)[2][Traits::kSums]) {
+  Operand<Traits> operand(args, table);
+  uint32_t a[2][4 * kProducts];
+  const auto for_sums = [&](auto f) {
+    for_each_sum(sums[0], f);
+    for_each_sum(sums[1], f);
+  };
+  for_sums([](auto& sum) { sum = 0; });
+  for_sums([](auto& sum) { cute::warpgroup_fence_operand(sum); });
+  int k_blocks = ManyRange<Traits>(args).count;
+  int weights = rings.weight_slot();  // the slot of those that are being multiplied
+  const char* stage = rings.wait_for_weights();
+  operand.start(stage, 0);
+  operand.make(stage, 0, a[0]);
+  int first = 0;  // the slots of a k-block's first run and of its last
+  int last = -1;
+#pragma unroll 1
+  while (true) {
+    first = rings.token_slot();
+    const uint64_t tokens = rings.wait_for_tokens();
+    multiply<Traits>(tokens, 0, a[0], sums[0]);
+    uint64_t more_tokens = tokens;  // of the second run
+    if constexpr (Traits::kRuns == 2) {
+      cute::warpgroup_wait<1>();
+      if (last >= 0) rings.release_tokens(last);
+      operand.make(stage, 1, a[1]);
+      last = rings.token_slot();
+      more_tokens = rings.wait_for_tokens();
+      multiply<Traits>(more_tokens, 0, a[1], sums[0]);
+      operand.start(stage, 1);
+      cute::warpgroup_wait<1>();
+      operand.make(stage, 0, a[0]);
+      multiply<Traits>(tokens, 0, a[0], sums[1]);
+      cute::warpgroup_wait<1>();
+    } else {
+      operand.start(stage, 1);
+      cute::warpgroup_wait<1>();
+      if (last >= 0) rings.release_tokens(last);
+      last = first;
+    }
+    operand.make(stage, Traits::kRuns - 1, a[1]);
+    multiply<Traits>(more_tokens, 0, a[1], sums[1]);
+    rings.release_weights(weights);
+    if (--k_blocks == 0) break;
+    weights = rings.weight_slot();
+    stage = rings.wait_for_weights();
+    operand.start(stage, 0);
+    cute::warpgroup_wait<1>();
+    if constexpr (Traits::kRuns == 2) rings.release_tokens(first);
+    operand.make(stage, 0, a[0]);
+  }
+  cute::warpgroup_wait<0>();
+  if constexpr (Traits::kRuns == 2) rings.release_tokens(first);
+  rings.release_tokens(last);
+  for_sums([](auto& sum) { cute::warpgroup_fence_operand(sum); });
 }
 
 // Outputs of a tile's tokens from their sums. Of it bias and the like have been read before.
@@ -179,7 +271,16 @@ __device__ void consume(const ManyArgs& args, ManyBarriers& barriers, const char
   int turn = 0;
 #pragma unroll 1
   for (ManyWalk<Traits> tile(args); tile.valid(); tile.next(), ++turn) {
-    const int channel = tile.channel_tile * Traits::kChannels + warpgroup * 64;
+    const int channel = tile.channel_tile * Traits::kChannels + warpgroup * (64 * Traits::kParts);
+    if constexpr (Traits::kParts == 2) {
+      const TileEnd<Traits> ends[] = {{args, tile.token, channel, warpgroup, own},
+                                      {args, tile.token, channel + 64, warpgroup, own}};
+      typename Traits::Sum sums[2][Traits::kSums];
+      multiply_two_parts<Traits>(args, tokens - Traits::kTableBytes, rings, sums);
+#pragma unroll
+      for (int part = 0; part < 2; ++part) ends[part].finish(sums[part], tile.token, 2 * turn + part);
+      continue;
+    }
     using Finished = std::conditional_t<Traits::kSplitsK, HalfOf<Traits>, Traits>;
     const int token = tile.token + (Traits::kSplitsK ? static_cast<int>(blockIdx.x) % kSharing * Finished::kTokens : 0);
     const TileEnd<Finished> end(args, token, channel, warpgroup, own);

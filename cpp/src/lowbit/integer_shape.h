@@ -34,6 +34,7 @@ constexpr IntegerTile kIntegerTiles[] = {
     {true, 128, 128, 1, 1400, 3000, 430, 450}, {true, 128, 128, 2, 2000, 2750, 430, 460},
     {true, 128, 192, 1, 1000, 3750, 580, 610}, {true, 192, 128, 1, 2000, 3250, 510, 540},
     {true, 256, 128, 1, 1400, 3750, 670, 690}, {true, 256, 128, 2, 2000, 4500, 720, 680},
+    {true, 128, 256, 1, 1400, 3750, 730, 940},
 };
 
 // Which widths have all of them. The others do without most, to keep the library small.

@@ -20,8 +20,9 @@ constexpr int log_unit_of(LowbitFormat format, int bits) { return format == Lowb
 // borrow is left between them.
 template <class Code>
 class IntegerMaker {
-  static constexpr uint32_t kHighBits = 0x80808080U;
   static constexpr bool kTwoLevel = Code::kFormat == LowbitFormat::kTwoLevel;
+  // In a register: an instruction of logic has room for one literal, which is a mask.
+  const uint32_t high_bits_ = own_copy(0x80808080U);
   uint32_t factor_[2], addend_[2];  // of channels lane / 4 and lane / 4 + 8
 
  public:
@@ -34,11 +35,11 @@ class IntegerMaker {
   __device__ uint32_t integers(const uint32_t (&words)[Code::kWords], int r) const {
     if constexpr (Code::kWidth == 4 && !kTwoLevel) {  // two codes in a byte: one stands where it has to
       const uint32_t word = words[r / 2];
-      return ((r % 2 == 0 ? word << 4 : word) & 0xF0F0F0F0U) ^ kHighBits;
+      return ((r % 2 == 0 ? word << 4 : word) & 0xF0F0F0F0U) ^ high_bits_;
     } else {
       const uint32_t codes = codes_of<Code::kWidth>(words, r);
-      if constexpr (!kTwoLevel) return codes << (8 - Code::kWidth) ^ kHighBits;
-      return (codes * factor_[r % 2] + addend_[r % 2]) ^ kHighBits;
+      if constexpr (!kTwoLevel) return codes << (8 - Code::kWidth) ^ high_bits_;
+      return (codes * factor_[r % 2] + addend_[r % 2]) ^ high_bits_;
     }
   }
 };
