@@ -51,9 +51,10 @@ struct GemmArgs {
 constexpr int pitch_of(int channels) { return channels + 4; }
 
 // A kernel at compile time. kType: of the tokens as they are multiplied; sums of int8 are integers. A consumer
-// warpgroup has kParts times 64 channels, and as many warpgroups as its channels need form a group; the groups share K.
-// Sums of 128 tokens take the registers of twice the threads: a group then has two K slices, one after the other.
-template <LowbitFormat kFormat_, int kBits, DType kType_, int kTokens_, int kChannels_, int kParts_ = 1>
+// warpgroup has kChannelParts times 64 channels, and as many warpgroups as its channels need form a group; the groups
+// share K. Sums of 128 tokens take the registers of twice the threads: a group then has two K slices, one after the
+// other.
+template <LowbitFormat kFormat_, int kBits, DType kType_, int kTokens_, int kChannels_, int kChannelParts_ = 1>
 struct GemmTraits {
   static constexpr LowbitFormat kFormat = kFormat_;
   static constexpr DType kType = kType_;
@@ -67,12 +68,12 @@ struct GemmTraits {
   static constexpr int kChannels = kChannels_;
   static constexpr int kRowTiles = kChannels / kTileRows;
   using Code = Codes<kFormat, kBits>;
-  static constexpr int kParts = kParts_;
+  static constexpr int kChannelParts = kChannelParts_;
   static constexpr int kSums = kTokens / 2;                                             // of a consumer thread's part
   static constexpr int kSlices = kChannels == 64 ? 4 : kChannels == 128 ? 2 : 1;        // of K, in a block
   static constexpr int kConsumers = kChannels == 192 ? 384 : kTokens > 64 ? 256 : 512;  // threads that multiply
   static constexpr int kThreads = kConsumers + 128;
-  static constexpr int kGroupThreads = 2 * kChannels / kParts;
+  static constexpr int kGroupThreads = 2 * kChannels / kChannelParts;
   static constexpr int kGroups = kConsumers / kGroupThreads;
   static constexpr int kSlicesOfGroup = kSlices / kGroups;
   static constexpr int kTokenBytes = kTokens * kTokenRun;  // of a run

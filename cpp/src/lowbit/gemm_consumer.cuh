@@ -52,7 +52,7 @@ struct OperandPlace {
   __device__ explicit OperandPlace(const StageLayout& layout)
       : lane(static_cast<int>(threadIdx.x) % 32), to_next_codes(64 / kTileRows * layout.tile) {
     const int warp = static_cast<int>(threadIdx.x) % Traits::kGroupThreads / 32;
-    const int row_tile = warp / 4 * (4 * Traits::kParts) + warp % 4;
+    const int row_tile = warp / 4 * (4 * Traits::kChannelParts) + warp % 4;
     const int channel = row_tile * kTileRows + lane / 4;
     codes = layout.codes + row_tile * layout.tile;
     scales = layout.scales + channel * 2;

@@ -271,8 +271,8 @@ __device__ void consume(const ManyArgs& args, ManyBarriers& barriers, const char
   int turn = 0;
 #pragma unroll 1
   for (ManyWalk<Traits> tile(args); tile.valid(); tile.next(), ++turn) {
-    const int channel = tile.channel_tile * Traits::kChannels + warpgroup * (64 * Traits::kParts);
-    if constexpr (Traits::kParts == 2) {
+    const int channel = tile.channel_tile * Traits::kChannels + warpgroup * (64 * Traits::kChannelParts);
+    if constexpr (Traits::kChannelParts == 2) {
       const TileEnd<Traits> ends[] = {{args, tile.token, channel, warpgroup, own},
                                       {args, tile.token, channel + 64, warpgroup, own}};
       typename Traits::Sum sums[2][Traits::kSums];
