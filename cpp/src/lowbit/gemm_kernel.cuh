@@ -222,6 +222,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_
 
 template <class Traits>
 GemmKernel gemm_kernel_of() {
+  if constexpr (Traits::kAsksAhead) {
+    // A group multiplies one stage, waits for the next, and has not given the one before back. No scales lie in these.
+    constexpr int64_t kStage = round_up(Traits::kTokenBytes + Traits::kRowTiles * Traits::Code::kBytes, 1024);
+    static_assert((kMostShared - kBarrierBytes) / kStage / Traits::kGroups >= 3);
+  }
   static DeviceFlags raised;
   return kernel_of<Traits>(reinterpret_cast<const void*>(gemm_kernel<Traits>), &raised);
 }
@@ -233,8 +238,7 @@ inline void launch_gemm(const LowbitArgs& given, const GemmKernel& kernel, int s
   GemmArgs args = gemm_args_of(given, w, kernel, split * kernel.slices, std::min(given.m, kernel.tokens),
                                kernel.tokens * kBlockK * kernel.token_size, is_chained(stream, device));
   args.split = split;
-  // At least 3: a stage comes free when the next one is being multiplied, and the one behind that may be asked for
-  // then.
+  // At least 2: a stage comes free when the next one is being multiplied. (kAsksAhead: see gemm_kernel_of().)
   const int room = kMostShared - kBarrierBytes - kernel.table_bytes;
   args.layout.stages = std::min(room / args.layout.stage, kMostStages) / kernel.groups;
   const int outputs = kernel.tokens * pitch_of(kernel.channels) * 4;

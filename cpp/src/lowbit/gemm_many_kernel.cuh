@@ -10,8 +10,8 @@
 //   two blocks of a cluster  have the same tokens and neighbouring channels; each copies half of the tokens to both. Or
 //                            (kSplitsK) the same tile and half of K each: they exchange sums, half of the tokens each
 //   two producer lanes       copy weights into a ring of k-blocks, tokens into one of runs, tile after tile
-//   2 to 4 consumer          64 channels each, of some tiles two parts of 64: make the operand of a run while another
-//   is warpgroups               multiplied, then finish their outputs through shared memory, 32 tokens at a time
+//   2 to 4 consumer          64 channels each, or two parts of 64: make the operand of a run while another is
+//   warpgroups               multiplied, then finish their outputs through shared memory, 32 tokens at a time
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -35,7 +35,7 @@ constexpr int many_parts_of(int tokens, int channels) { return tokens == 128 && 
 template <LowbitFormat kFormat, int kBits, DType kType, int kTokens, int kChannels, bool kSplitsK_ = false>
 struct ManyTraits : GemmTraits<kFormat, kBits, kType, kTokens, kChannels, many_parts_of(kTokens, kChannels)> {
   static constexpr bool kSplitsK = kSplitsK_;
-  static constexpr int kConsumers = 2 * kChannels / many_parts_of(kTokens, kChannels);
+  static constexpr int kConsumers = ManyTraits::kGroupThreads;
   static constexpr int kThreads = kConsumers + 128;
   static constexpr int kRegisters = kConsumers == 256 ? 232 : kConsumers == 384 ? 160 : 112;  // of a consumer
 };
@@ -91,7 +91,7 @@ class ManyRings {
 };
 
 // The sums of a tile, in multiply_blocks()' form. A turn has two runs; last: the slot of a run before them, or -1. With
-// another end in the middle of a turn ptxas moved each product's descriptor from a register: 118 instructions for a
+// another end in the middle of a turn ptxas moved each product's descriptor from a register: 102 instructions for a
 // k-block of int8 in the place of 90.
 template <class Traits>
 __device__ void multiply_turns(Operand<Traits>& operand, ManyRings<Traits>& rings, int turns, const char* stage,
