@@ -26,6 +26,7 @@ import argparse
 import functools
 import json
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -76,11 +77,15 @@ def weighed(times: Times, rates: dict[str, float]) -> Times:
 
 
 def fit(times: Times, rates: dict[str, float]) -> dict[str, np.ndarray]:
+    """By kernel. Rows of outputs that the copy engine cannot store, whose length is no multiple of 8, take persistent
+    kernels up to twice as long: what is measured there stays in the table, but no model follows it."""
     models = {}
+    times = {mnk: row for mnk, row in times.items() if mnk[1] % 8 == 0} or times
     for name in sorted({name for row in times.values() for name in row}):
         engine = next((e for e in ARITHMETICS.values() if e and name.startswith(e)), "")
         points = [(features(*mnk)[name], row[name], row[name] / min(row.values()))
-                  for mnk, row in of_engine(times, engine).items() if name in row]  # fmt: skip
+                  for mnk, row in of_engine(times, engine).items()
+                  if name in row and not has_no_estimate(name, *mnk, row)]  # fmt: skip
         limited = [t / f[-1] for f, t, _ in points if f[-1] >= LIMITED]
         rate = float(np.percentile(limited, 25)) if limited else 0.0  # the rest did not fill the GPU evenly
         if name in rates:
@@ -90,6 +95,19 @@ def fit(times: Times, rates: dict[str, float]) -> dict[str, np.ndarray]:
         a, b = np.array([f[:-1] for f, _, _ in points]), np.array([t for _, t, _ in points])
         models[name] = np.append(non_negative_fit(a * weight[:, None], b * weight), rate)
     return models
+
+
+def has_no_estimate(name: str, m: int, n: int, k: int, row: dict[str, float]) -> bool:
+    """Whether candidates.cpp leaves the kernel out here: CUTLASS's where a cluster's tiles reach beyond the last token,
+    and int8's blocks that are made to share an SM ("_x2", "_x3") where each would be alone there and the same tile is
+    offered as a block an SM."""
+    if name.startswith("cutlass_sm90/"):
+        return m % 256 != 0
+    base = re.sub(r"_x\d$", "", name)
+    if base == name or base not in row or name.startswith(FLOAT8):
+        return False
+    split = int(found[1]) if (found := re.search(r"_split(\d)", name)) else 1
+    return features(m, n, k)[name][2] <= math.ceil(math.ceil(k / 128) / split)
 
 
 def estimate(model: np.ndarray, features_of_one: list[float]) -> float:
@@ -104,7 +122,8 @@ def held_in(times: Times, models: dict[str, np.ndarray]) -> list[float]:
     """How many times the best of each shape the kernel takes that the models choose."""
     ratios = []
     for mnk, row in times.items():
-        chosen = min(row, key=lambda name, mnk=mnk: estimate(models[name], features(*mnk)[name]))
+        served = [name for name in row if not has_no_estimate(name, *mnk, row)]
+        chosen = min(served, key=lambda name, mnk=mnk: estimate(models[name], features(*mnk)[name]))
         ratios.append(row[chosen] / min(row.values()))
     return ratios
 

@@ -65,19 +65,6 @@ def one_against_two(found: Row) -> str:
     return lines(("OPT-30B", "GPUs", "tokens/s, one sequence", "J a token"), rows)
 
 
-def two_of_other_gpus(found: Row) -> str:
-    """Exact sums on one and two GPUs, where four were not measured."""
-    rows = []
-    for names, ways in by_model(found).items():
-        if (two := ways.get((2, "exact"))) is not None:
-            one = ways[1, "whole"]
-            times = f"{one['ms a token'] / two['ms a token']:.2f}"
-            cells = [f"{one['ms a token']:.2f}", f"{two['ms a token']:.2f}", times, f"{two['of the floor']:.2f}"]
-            rows.append((*names, *cells, f"{one['J a token']:.2f}", f"{two['J a token']:.2f}"))
-    heads = ("one GPU, ms a token", "2 GPUs", "times as fast", "of the floor", "J a token, one GPU", "2 GPUs")
-    return lines(("model", "scheme", *heads), rows)
-
-
 def exchanges(found: Row) -> str:
     curve = found["exchanges"]
     sizes = sorted({row["bytes"] for row in curve})

@@ -142,7 +142,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     for n, k in weights:
         for m in tokens:
-            if m * n * k > largest or (n > 50000 and m > 64 and not args.huge):
+            if m * n * k > largest or (n > 100_000 and m > FEW and not args.huge):
                 continue
             if args.huge:
                 times[f"{m},{n},{k}"] = huge_row(m, n, k)

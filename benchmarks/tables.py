@@ -244,7 +244,19 @@ def one_against_two() -> str:
 
 
 def parallel_h100() -> str:
-    return parallel_tables.two_of_other_gpus(result("h100/parallel"))
+    return parallel_tables.one_sequence(result("h100/parallel"))
+
+
+def parallel_loads_h100() -> str:
+    return parallel_tables.loads(result("h100/parallel"))
+
+
+def one_against_two_h100() -> str:
+    return parallel_tables.one_against_two(result("h100/parallel"))
+
+
+def gathers_h100() -> str:
+    return parallel_tables.exchanges(result("h100/parallel"))
 
 
 def gathers() -> str:
@@ -344,8 +356,8 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         highlights, schemes, costs, peers, peer_times, beside_vllm, gemm, float8, lowbit, prompts, codebook,
         outliers, decoders, decoder_loads, decoders_h100, decoder_loads_h100, parallel, parallel_loads,
-        one_against_two, parallel_h100, gathers, gpt2, batches, files, cpu_avx2, cpu_avx512, llama_cpp, machines, tests,
-        versions,
+        one_against_two, gathers, parallel_h100, parallel_loads_h100, one_against_two_h100, gathers_h100, gpt2, batches,
+        files, cpu_avx2, cpu_avx512, llama_cpp, machines, tests, versions,
     )
 }  # fmt: skip
 

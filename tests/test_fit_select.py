@@ -40,6 +40,20 @@ def test_large_products_are_chosen_by_power_too() -> None:
     assert found[large][INT8] == pytest.approx((900 * 1.6 * 8192**3 / 1e9) ** 0.5)
 
 
+def test_kernels_that_the_library_leaves_out_teach_no_model() -> None:
+    half, whole, cutlass = "wgmma/64x64_swapped_x2", "wgmma/64x64_swapped", "cutlass_sm90/128x128x128_pingpong_2x1"
+    row = {half: 2.0, whole: 1.0, cutlass: 3.0}
+    assert fit_select.has_no_estimate(half, 128, 2048, 8192, row), "64 blocks: each is alone on its SM"
+    assert not fit_select.has_no_estimate(half, 512, 2048, 8192, row), "256 blocks"
+    assert not fit_select.has_no_estimate(half, 128, 2048, 8192, {half: 2.0}), "it is the only form"
+    assert not fit_select.has_no_estimate(whole, 128, 2048, 8192, row)
+    assert fit_select.has_no_estimate(cutlass, 128, 2048, 8192, row), "half of its cluster is behind the last token"
+    assert not fit_select.has_no_estimate(cutlass, 256, 2048, 8192, row)
+    times = {(128, 2048, 8192): row | {half: 0.1}, (512, 2048, 8192): {half: 2.0, whole: 3.0}}
+    models = fit_select.fit(times, {})
+    assert fit_select.held_in({(128, 2048, 8192): row | {half: 0.1}}, models) == [10.0]
+
+
 def test_the_shipped_table_has_every_shape_of_the_sweeps() -> None:
     """A sweep that is left out, or overwritten by another, would lose its shapes."""
     root = Path(__file__).parents[1]

@@ -35,6 +35,14 @@ __device__ inline void copy_async_if(bool copies, uint32_t to, const void* from)
                : "memory");
 }
 
+// The same through L1: for what other warps of the block ask for too.
+__device__ inline void copy_async_near_if(bool copies, uint32_t to, const void* from) {
+  asm volatile("{\n.reg .pred copies;\nsetp.ne.b32 copies, %2, 0;\n@copies cp.async.ca.shared.global [%0], [%1], 16;\n}"
+               :
+               : "r"(to), "l"(from), "r"(static_cast<int>(copies))
+               : "memory");
+}
+
 // 16 bytes of which the first `bytes` are read, and the others become zero.
 __device__ inline void copy_async_or_zero(void* to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"

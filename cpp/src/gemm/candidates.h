@@ -5,7 +5,8 @@
 
 namespace octofuse {
 
-// At least kNoEstimate where the model says nothing: the kernel was not swept at this many tokens.
+// At least kNoEstimate where the model says nothing: the kernel's tiles do not suit these sizes, so that it was not
+// swept.
 constexpr double kNoEstimate = 1e16;
 double estimated_time(const Candidate& candidate, const GemmProblem& problem, const Capability& capability);
 

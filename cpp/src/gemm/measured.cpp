@@ -46,14 +46,29 @@ std::string int8_name(const Candidate& candidate) {
   return at == std::string::npos ? name : name.replace(at, 11, "pingpong");
 }
 
-Measured from_table(int sm_count, double bandwidth, Table table) {
-  Measured measured{sm_count, bandwidth, {}, {}, std::move(table.parts)};
-  measured.models.resize(candidates().size(), TimeModel{100, 100, 10, 1, 0});
+// What kernels that were not timed are taken to take: longer than any other, or what they take on another device, with
+// the weights' bytes at this one's bandwidth.
+std::vector<TimeModel> untimed(double bandwidth, const Measured* other) {
+  if (other == nullptr) return std::vector<TimeModel>(candidates().size(), TimeModel{100, 100, 10, 1, 0});
+  std::vector<TimeModel> models = other->models;
+  for (size_t i = 0; i < models.size(); ++i) {
+    models[i][candidates()[i].engine == Engine::kSkinny ? 2 : 3] *= other->bandwidth / bandwidth;
+  }
+  return models;
+}
+
+Measured from_table(int sm_count, double bandwidth, Table table, const Measured* other = nullptr) {
+  Measured measured{sm_count, bandwidth, untimed(bandwidth, other), {}, std::move(table.parts)};
   for (const auto& [name, model] : table.models) {
     const Candidate* candidate = find(name);
     measured.timed.push_back(candidate);
-    if (candidate != nullptr) measured.models[static_cast<size_t>(candidate - candidates().data())] = model;
+    if (candidate == nullptr) continue;
+    TimeModel& own = measured.models[static_cast<size_t>(candidate - candidates().data())];
+    const double limited = other != nullptr && model.back() == 0 ? own.back() : model.back();
+    own = model;
+    own.back() = limited;  // power limits both devices alike
   }
+  if (other != nullptr) return measured;
   // Tiles of float8 that were not timed themselves take as long as those of int8: they read the same bytes.
   for (const Candidate& candidate : candidates()) {
     const bool timed = std::find(measured.timed.begin(), measured.timed.end(), &candidate) != measured.timed.end();
@@ -82,7 +97,8 @@ const Candidate* Measured::best(const GemmProblem& problem) const {
 }
 
 const Measured& measured_near(double bandwidth) {
-  static const std::array<Measured, 2> all = {from_table(132, 4917, table_h200()), from_table(132, 3352, table_h100())};
+  static const Measured h200 = from_table(132, 4917, table_h200());
+  static const std::array<Measured, 2> all = {h200, from_table(132, 3352, table_h100(), &h200)};
   return *std::min_element(all.begin(), all.end(), [&](const Measured& a, const Measured& b) {
     return std::abs(a.bandwidth - bandwidth) < std::abs(b.bandwidth - bandwidth);
   });

@@ -247,7 +247,7 @@ Decision explain(const GemmProblem& problem, const Capability& capability, std::
     const double time = estimated_time(candidate, problem, capability);
     const std::string estimate = time < 1e6
                                      ? "slower: estimated " + std::to_string(static_cast<int>(time + 0.5)) + " us"
-                                 : time == kNoEstimate ? "its tiles do not suit this M: nothing was measured there"
+                                 : time == kNoEstimate ? "its tiles do not suit these sizes: nothing was measured there"
                                                        : "a last resort";
     decision.declined.emplace_back(candidate.name, reason != nullptr ? reason : estimate);
   }

@@ -10,21 +10,25 @@ GemmKernel kernel_for(const LowbitArgs& args, const ManyShape& shape) {
   GemmKernel kernel{};
   with_format(args, [&](auto format) {
     using Format = decltype(format);
-    const auto of = [&](auto tokens, auto channels) {
-      kernel = many_kernel_of<ManyTraits<Format::kFormat, Format::kBits, kType, tokens.value, channels.value>>();
+    const auto of = [&](auto tokens, auto channels, auto splits_k) {
+      kernel = many_kernel_of<
+          ManyTraits<Format::kFormat, Format::kBits, kType, tokens.value, channels.value, splits_k.value>>();
     };
-    if (shape.splits_k) {
-      kernel = many_kernel_of<ManyTraits<Format::kFormat, Format::kBits, kType, 128, 128, true>>();
-      return;
-    }
     constexpr auto k128 = std::integral_constant<int, 128>();
     constexpr auto k192 = std::integral_constant<int, 192>();
     constexpr auto k256 = std::integral_constant<int, 256>();
-    if (shape.channels == 256) return of(k128, k256);
-    if (shape.channels == 192) return of(k128, k192);
-    if (shape.tokens == 128) return of(k128, k128);
-    if (shape.tokens == 192) return of(k192, k128);
-    of(k256, k128);
+    if (shape.splits_k) {
+      constexpr std::true_type kSplit;
+      if (shape.channels == 192) return of(k128, k192, kSplit);
+      if (shape.tokens == 192) return of(k192, k128, kSplit);
+      return of(k128, k128, kSplit);
+    }
+    constexpr std::false_type kWhole;
+    if (shape.channels == 256) return of(k128, k256, kWhole);
+    if (shape.channels == 192) return of(k128, k192, kWhole);
+    if (shape.tokens == 128) return of(k128, k128, kWhole);
+    if (shape.tokens == 192) return of(k192, k128, kWhole);
+    of(k256, k128, kWhole);
   });
   return kernel;
 }

@@ -90,8 +90,8 @@ class FragmentEpilogue {
 
   // token: the tile's first.
   __device__ void finish(typename Traits::Sum (&sums)[Traits::kSums], int token) {
-    // Two buffers in turn: a warp reads one while it fills the other.
-    static_assert(Traits::kTokens == kPart || Traits::kTokens / kPart % 2 == 0);
+    // Two buffers in turn: a warp reads one while it fills the other. Where a tile has an odd number of parts the next
+    // one begins with the buffer that was last, behind all products.
     if (args_.epilogue.residual != nullptr) load_residual(token);
     if (args_.epilogue.activation == Activation::kNone) {
 #pragma unroll

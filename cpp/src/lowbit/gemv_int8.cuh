@@ -29,7 +29,9 @@ struct Traits {
   static constexpr int kShares = 4;
   static constexpr int kNormShares = 2;
   using Code = Codes<kFormat, kBits>;
-  using Stage = lowbit::Stage<Code, kGroups, kRowTiles>;
+  // Integers with one scale a row are scaled once, when all of K has been added up.
+  static constexpr bool kHasScales = !kIntegers || kFormat == LowbitFormat::kTwoLevel;
+  using Stage = lowbit::Stage<Code, kGroups, kRowTiles, kHasScales>;
   static constexpr int kBytes = Stage::kBytes;
   // Many bytes on their way keep memory busy while tokens are converted. Below 4 bits instructions bound the kernel,
   // and a deeper ring was slower.

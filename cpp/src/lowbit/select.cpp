@@ -123,17 +123,16 @@ const char* why_slower(LowbitEngine engine, const LowbitProblem& problem, const 
   const bool is_split = engine == LowbitEngine::kGemmSplit;
   if (engine != LowbitEngine::kGemm && !is_split && engine != LowbitEngine::kGemmMany) return nullptr;
   const int k_blocks = lowbit::k_blocks_of(problem.k);
-  const bool may_split = problem.m <= lowbit::most_split_tokens(problem.n, k_blocks);
-  if (is_split && !may_split) return "slower: there are tiles for all SMs";
   const bool every = lowbit::has_every_block(problem.format, problem.bits);
   const bool is_many = problem.m >= lowbit::kLeastManyTokens &&  // without asking: it is never less
                        problem.m > lowbit::most_gemm_tokens(problem.n, k_blocks, every);
-  if (is_many && !may_split && is_better_dequantised(problem)) {
+  if (!is_many) return engine == LowbitEngine::kGemm ? nullptr : "slower: so few tokens make too few of its tiles";
+  const bool may_split = problem.m <= lowbit::most_split_tokens(problem.n, k_blocks);
+  if (!may_split && is_better_dequantised(problem)) {
     return "slower: for so many tokens a weight that is dequantised once is faster";
   }
-  if (engine == LowbitEngine::kGemm && is_many) return "slower: others dequantise a weight for more tokens at a time";
-  if (engine == LowbitEngine::kGemm) return nullptr;
-  if (!is_many) return "slower: so few tokens make too few of its tiles";
+  if (engine == LowbitEngine::kGemm) return "slower: others dequantise a weight for more tokens at a time";
+  if (is_split && !may_split) return "slower: there are tiles for all SMs";
   return may_split && !is_split ? "slower: so few tiles that blocks had better divide K" : nullptr;
 }
 

@@ -236,14 +236,6 @@ void with_shape(const GemmShape& shape, F f) {
 constexpr int kSharing = 2;        // blocks of a cluster, which share tokens
 constexpr int kManyClusters = 66;  // of 132 SMs
 
-// Up to so many tokens, 0 for none, the two blocks of a cluster divide K ("gemm_split"): where a cluster has one tile
-// of 128 x 128 at most, so that half of the SMs would be idle. The sums are others, so N and K alone decide.
-constexpr int64_t most_split_tokens(int64_t n, int k_blocks) {
-  constexpr int kTile = 128;
-  constexpr int kLeastBlocks = 8;  // of K: fewer take no longer than the exchange of sums
-  return n < 1 || k_blocks < kLeastBlocks ? 0 : kManyClusters / ceil_div(n, kTile) * kTile;
-}
-
 // A block's tile: the one by which all tokens are multiplied in the least time. But for splits_k no sum depends on it.
 struct ManyShape {
   int tokens = 0, channels = 0;
@@ -251,24 +243,17 @@ struct ManyShape {
   bool splits_k = false;                   // its blocks have the same tile: then a pair is one tile of channels
   int64_t time = 0;                        // ns on an H200
 
-  // Tokens, channels, and the ns that a k-block takes. gemm_split has the first.
+  // Tokens, channels, and the ns that a k-block takes; of a block whose cluster divides K, also of exchanging sums.
   static constexpr int kTiles[][3] = {
       {128, 128, 790}, {128, 192, 1060}, {192, 128, 1000}, {256, 128, 1320}, {128, 256, 1500}};
-  // ns: of the kernel, of a tile, of exchanging the sums of its halves of K.
-  static constexpr int kStart = 1000, kEnd = 2000, kExchange = 1500;
+  static constexpr int kSplitTiles[][4] = {{128, 128, 740, 1500}, {128, 192, 1250, 2000}, {192, 128, 1050, 2000}};
+  static constexpr int kStart = 1000, kEnd = 2000;  // ns: of the kernel, of a tile
 
   constexpr ManyShape() = default;
   constexpr ManyShape(int64_t m, int64_t n, int k_blocks) {
     for (const auto& [tile_tokens, tile_channels, of_block] : kTiles) {
-      const int64_t down = ceil_div(m, tile_tokens);
-      const int64_t pairs = ceil_div(n, tile_channels * kSharing);
-      const int64_t takes = ceil_div(down * pairs, kManyClusters) * (int64_t{k_blocks} * of_block + kEnd) + kStart;
-      if (tokens != 0 && takes >= time) continue;
-      tokens = tile_tokens;
-      channels = tile_channels;
-      token_tiles = static_cast<int>(down);
-      channel_pairs = static_cast<int>(pairs);
-      time = takes;
+      consider(tile_tokens, tile_channels, ceil_div(m, tile_tokens), ceil_div(n, tile_channels * kSharing),
+               int64_t{k_blocks} * of_block);
     }
   }
   constexpr int64_t tiles() const { return int64_t{token_tiles} * channel_pairs; }
@@ -276,16 +261,40 @@ struct ManyShape {
   // Of blocks that divide K.
   static constexpr ManyShape split(int64_t m, int64_t n, int k_blocks) {
     ManyShape shape;
-    shape.tokens = kTiles[0][0];
-    shape.channels = kTiles[0][1];
-    shape.token_tiles = static_cast<int>(ceil_div(m, shape.tokens));
-    shape.channel_pairs = static_cast<int>(ceil_div(n, shape.channels));
     shape.splits_k = true;
-    const int64_t of_tile = ceil_div(k_blocks, kSharing) * kTiles[0][2] + kEnd + kExchange;
-    shape.time = ceil_div(shape.tiles(), kManyClusters) * of_tile + kStart;
+    for (const auto& [tile_tokens, tile_channels, of_block, exchange] : kSplitTiles) {
+      shape.consider(tile_tokens, tile_channels, ceil_div(m, tile_tokens), ceil_div(n, tile_channels),
+                     ceil_div(k_blocks, kSharing) * of_block + exchange);
+    }
     return shape;
   }
+
+ private:
+  // Takes the tile if it is the fastest so far. of_tile: ns, without its end.
+  constexpr void consider(int tile_tokens, int tile_channels, int64_t down, int64_t pairs, int64_t of_tile) {
+    const int64_t takes = ceil_div(down * pairs, kManyClusters) * (of_tile + kEnd) + kStart;
+    if (tokens != 0 && takes >= time) return;
+    tokens = tile_tokens;
+    channels = tile_channels;
+    token_tiles = static_cast<int>(down);
+    channel_pairs = static_cast<int>(pairs);
+    time = takes;
+  }
 };
+
+// Up to so many tokens, 0 for none, the two blocks of a cluster divide K ("gemm_split"), where otherwise many SMs would
+// be idle: where a cluster has one tile of 128 x 128 at most, and on from there as long as the model finds it faster.
+// The sums are others, so N and K alone decide.
+constexpr int64_t most_split_tokens(int64_t n, int k_blocks) {
+  constexpr int64_t kTile = 128, kStep = 64, kMost = 1024;
+  constexpr int kLeastBlocks = 8;  // of K: fewer take no longer than the exchange of sums
+  if (n < 1 || k_blocks < kLeastBlocks) return 0;
+  int64_t m = kManyClusters / ceil_div(n, kTile) * kTile;
+  while (m < kMost && ManyShape::split(m + kStep, n, k_blocks).time < ManyShape(m + kStep, n, k_blocks).time) {
+    m += kStep;
+  }
+  return m;
+}
 
 constexpr int64_t kLeastManyTokens = 65;
 
@@ -295,10 +304,11 @@ constexpr int64_t kLeastManyTokens = 65;
 inline int64_t most_gemm_tokens(int64_t n, int k_blocks, bool every) {
   constexpr int64_t kStep = 128;
   constexpr int64_t kMost = 8 * kStep;
+  const int64_t most_split = most_split_tokens(n, k_blocks);
   for (int64_t m = kLeastManyTokens - 1; m < kMost;) {
     const int64_t next = m < kStep ? kStep : m + kStep;
     const GemmShape few(static_cast<int>(next), static_cast<int>(n), k_blocks, every);
-    const bool splits = next <= most_split_tokens(n, k_blocks);
+    const bool splits = next <= most_split;
     const ManyShape many = splits ? ManyShape::split(next, n, k_blocks) : ManyShape(next, n, k_blocks);
     const int64_t time = few.time(next, n, k_blocks);
     if (m < kStep ? time * 20 >= many.time * 21 : time * 21 >= many.time * 20) return m;

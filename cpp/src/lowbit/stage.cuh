@@ -75,10 +75,12 @@ struct Weight {
 
 // How a k-block lies in a stage: the tiles of kRowTiles row tiles, then their scales [segment][plane][channel] and zero
 // points [segment][channel]. kGroups: of a k-block, whose scales can be copied 16 bytes at a time; 0 serves all others.
-template <class Code_, int kGroups_, int kRowTiles_>
+// kHasScales: else whoever finishes a sum has them, and their room stays empty.
+template <class Code_, int kGroups_, int kRowTiles_, bool kHasScales_ = true>
 struct Stage {
   using Code = Code_;
   static constexpr int kGroups = kGroups_;
+  static constexpr bool kHasScales = kHasScales_;
   static constexpr bool kMayHaveZeros = Code::kFormat == LowbitFormat::kUniform;
   static constexpr int kRowTiles = kRowTiles_;
   static constexpr int kSegments = kGroups == 0 ? kSteps : kGroups;
@@ -148,6 +150,7 @@ class StageProducer {
         copy_async_if(lane_ * 16 < kTile - at, codes + at, tile_ + at);
       }
     }
+    if constexpr (!Stage::kHasScales) return;
     if constexpr (Stage::kGroups == 0) {
       copy_unaligned(stage);
     } else {
@@ -164,12 +167,12 @@ class StageProducer {
 #pragma unroll
     for (int at = 0; at < kRows * kCopies; at += 32) {
       const uint32_t row = existing(group * Code::kCount + (lane_ + at) / kCopies, Code::kCount);
-      copy_async_if(lane_ + at < kRows * kCopies, to + Stage::kScalesAt + at * 16,
-                    scale_ + uint64_t{row} * (2U * w_.n));
+      copy_async_near_if(lane_ + at < kRows * kCopies, to + Stage::kScalesAt + at * 16,
+                         scale_ + uint64_t{row} * (2U * w_.n));
     }
     if (!Stage::has_zeros(w_)) return;
     const uint32_t row = existing(group + lane_ / kRowTiles, 1);
-    copy_async_if(lane_ < kGroups * kRowTiles, to + Stage::kZerosAt, zero_ + uint64_t{row} * w_.n);
+    copy_async_near_if(lane_ < kGroups * kRowTiles, to + Stage::kZerosAt, zero_ + uint64_t{row} * w_.n);
   }
 
   // The last k-block may have fewer groups than others (see Weight::scale_row).

@@ -48,7 +48,7 @@ def environment(command: str) -> dict[str, Any]:
         record["device"] = torch.cuda.get_device_name()
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         run = subprocess.run(query, capture_output=True, text=True, check=False)
-        record["driver"] = run.stdout.strip() or None
+        record["driver"] = next(iter(run.stdout.split()), None)  # a line for each GPU
     return record
 
 

@@ -51,6 +51,13 @@ KernelArgs common_args(const GemmArgs& args, bool chained) {
   return kernel;
 }
 
+// of_tile: tokens of a whole tile.
+void describe_tokens(const GemmArgs& args, int of_tile, KernelArgs& kernel) {
+  kernel.x_map = operand_map(args.x, args.m, args.k, args.ldx, of_tile);
+  const auto rest = static_cast<int>(args.m % of_tile);
+  if (rest != 0) kernel.x_rest_map = operand_map(args.x, args.m, args.k, args.ldx, rest);
+}
+
 // One block a tile and slice of K.
 void run_tiles(const KernelInfo& info, const TileShape& tile, int split, int blocks_per_sm, const GemmArgs& args,
                bool chained, cudaStream_t stream) {
@@ -58,9 +65,7 @@ void run_tiles(const KernelInfo& info, const TileShape& tile, int split, int blo
   const int tokens = swap ? tile.cols : tile.rows;
   KernelArgs kernel = common_args(args, chained);
   kernel.w_map = operand_map(args.w, args.n, args.k, args.ldw, swap ? tile.rows : tile.cols);
-  kernel.x_map = operand_map(args.x, args.m, args.k, args.ldx, tokens);
-  const auto rest = static_cast<int>(args.m % tokens);
-  if (rest != 0) kernel.x_rest_map = operand_map(args.x, args.m, args.k, args.ldx, rest);
+  describe_tokens(args, tokens, kernel);
   kernel.k_share = ceil_div(kernel.k_blocks, split);
   kernel.split = split;
   const int budget = kSharedPerSm / blocks_per_sm - 1024 - info.fixed_bytes;
@@ -106,7 +111,9 @@ void run_persistent(const KernelInfo& info, const TileShape& tile, int cluster, 
   static DeviceFlags raised[kAllTiles][kUsual + 1];
   allow_shared_memory(function, info.fixed_bytes, device, raised[&tile - kTiles][usual + 1]);
   kernel.w_map = operand_map(args.w, args.n, args.k, args.ldw, tile.cols / cluster);
-  kernel.x_map = operand_map(args.x, args.m, args.k, args.ldx, tile.rows);
+  const auto rest = static_cast<int>(args.n % (tile.cols / cluster));
+  if (rest != 0) kernel.w_rest_map = operand_map(args.w, args.n, args.k, args.ldw, rest);
+  describe_tokens(args, tile.rows, kernel);
   kernel.cluster = cluster;
   kernel.tiles_m = ceil_div(args.m, tile.rows);
   kernel.tiles_n = ceil_div(args.n, tile.cols);

@@ -11,9 +11,9 @@
 namespace octofuse::wgmma {
 
 struct KernelArgs {
-  CUtensorMap w_map, x_map;  // whole tiles of the K-major operands
-  CUtensorMap x_rest_map;    // as many rows of x as the tile that reaches beyond the last token has
-  CUtensorMap out_map;       // persistent tiles with a usual epilogue and a 16-bit output: its pieces
+  CUtensorMap w_map, x_map;            // whole tiles of the K-major operands
+  CUtensorMap x_rest_map, w_rest_map;  // as many rows as the tile that reaches beyond the last one has; w: persistent
+  CUtensorMap out_map;                 // persistent tiles with a usual epilogue and a 16-bit output: its pieces
   EpilogueArgs epilogue;
   TileOutput output;
   bool constant_weight;   // the weights may be read before earlier kernels have finished

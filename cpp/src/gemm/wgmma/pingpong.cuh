@@ -107,6 +107,32 @@ struct Ring {
   }
 };
 
+// What a block reads of an operand for a tile: as in kernel.cuh's Producer the rows that exist and no more, which in a
+// cluster may be none.
+struct ReadRows {
+  const CUtensorMap* map;
+  int first, count;
+
+  __device__ ReadRows(const CUtensorMap& whole, const CUtensorMap& rest, int first, int rows, int end)
+      : first(first), count(max(0, min(rows, end - first))) {
+    map = count < rows ? &rest : &whole;
+  }
+};
+
+// kRead: of the tile's channels, by this block, from `first_read` on.
+template <class Tile, int kRead>
+struct TileReads {
+  ReadRows tokens, weights;
+  uint32_t bytes;  // that arrive in a stage, also those that the other block of a cluster reads
+
+  __device__ TileReads(const KernelArgs& args, const TileWalk& tile, int first_read)
+      : tokens(args.x_map, args.x_rest_map, tile.tile_m * Tile::kRows, Tile::kRows, args.output.m),
+        weights(args.w_map, args.w_rest_map, tile.tile_n * Tile::kCols + first_read, kRead, args.output.n) {
+    const int channels = min(Tile::kCols, args.output.n - tile.tile_n * Tile::kCols);
+    bytes = static_cast<uint32_t>((tokens.count + channels) * kBlockK);
+  }
+};
+
 // One thread, so its instructions count: a stage is multiplied in the time of some sixty. kClusters: two blocks of a
 // cluster read half of the weights each for both.
 template <class Tile, bool kClusters>
@@ -115,38 +141,42 @@ __device__ void produce_tiles(const KernelArgs& args, typename Tile::Shared& sha
   constexpr int kRead = kClusters ? Tile::kCols / 2 : Tile::kCols;  // of the tile's channels, by this block
   const int first_read = kClusters ? static_cast<int>(blockIdx.x) % 2 * kRead : 0;
   uint8_t* weights = ring + Tile::kBytesA + first_read * kBlockK;
-  const auto load_weights = [&](int channel, int k, int stage) {
+  using Reads = TileReads<Tile, kRead>;
+  const auto load_weights = [&](const Reads& reads, int k, int stage) {
     auto* barrier = reinterpret_cast<uint64_t*>(&shared.full[stage]);
     uint8_t* to = weights + stage * Tile::kStageBytes;
-    shared.full[stage].arrive_and_expect_tx(Tile::kStageBytes);
+    shared.full[stage].arrive_and_expect_tx(reads.bytes);
     if constexpr (kClusters) {
-      cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&args.w_map, barrier, uint16_t{3}, kNormal, to, k, channel);
+      if (reads.weights.count == 0) return;
+      cute::SM90_TMA_LOAD_MULTICAST_2D::copy(reads.weights.map, barrier, uint16_t{3}, kNormal, to, k,
+                                             reads.weights.first);
     } else {
-      cute::SM90_TMA_LOAD_2D::copy(&args.w_map, barrier, kNormal, to, k, channel);
+      cute::SM90_TMA_LOAD_2D::copy(reads.weights.map, barrier, kNormal, to, k, reads.weights.first);
     }
   };
-  const auto load_tokens = [&](int token, int k, int stage) {
-    cute::SM90_TMA_LOAD_2D::copy(&args.x_map, reinterpret_cast<uint64_t*>(&shared.full[stage]), kNormal,
-                                 ring + stage * Tile::kStageBytes, k, token);
+  const auto load_tokens = [&](const Reads& reads, int k, int stage) {
+    if (kClusters && reads.tokens.count == 0) return;
+    cute::SM90_TMA_LOAD_2D::copy(reads.tokens.map, reinterpret_cast<uint64_t*>(&shared.full[stage]), kNormal,
+                                 ring + stage * Tile::kStageBytes, k, reads.tokens.first);
   };
 
   TileWalk tile(args, 0, 1);
   const int k_end = args.k_blocks * kBlockK;
   const int early = args.constant_weight && tile.valid() ? min(Tile::kStages, args.k_blocks) : 0;
-  for (int i = 0; i < early; ++i) load_weights(tile.tile_n * Tile::kCols + first_read, i * kBlockK, i);
+  const Reads first(args, tile, first_read);
+  for (int i = 0; i < early; ++i) load_weights(first, i * kBlockK, i);
   wait_for_predecessors();
   launch_dependents();
   Ring<Tile::kStages> at;
   for (int loaded = early * kBlockK; tile.valid(); tile.next(), loaded = 0) {
-    const int channel = tile.tile_n * Tile::kCols + first_read;
-    const int token = tile.tile_m * Tile::kRows;
+    const Reads reads(args, tile, first_read);
 #pragma unroll 1
     for (int k = 0; k < k_end; k += kBlockK) {
       if (k >= loaded) {
         shared.empty[at.stage].wait(at.phase ^ 1);
-        load_weights(channel, k, at.stage);
+        load_weights(reads, k, at.stage);
       }
-      load_tokens(token, k, at.stage);
+      load_tokens(reads, k, at.stage);
       at.next();
     }
   }
