@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_suite.py --out benchmarks/results/h200
 
-Counts come from pytest's own report. compute-sanitizer's four tools watch every kernel of this library (their mangled names
-hold `octofuse`) over tests/sanitizer_cases.py.
+compute-sanitizer's four tools watch every kernel of this library (their mangled names hold `octofuse`) over
+tests/sanitizer_cases.py. With --seconds it ends by then, keeps what has finished and says what has not.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import argparse
 import importlib
 import itertools
 import json
+import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from octofuse.testing.timing import environment
 
@@ -41,24 +43,50 @@ TESTS = "tests"
 PYTEST = ["-m", "pytest", "tests", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark"]
 
 
-def run_tests(workers: int, gpus: int) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [*PYTEST, f"--junitxml={report}", *(["-n", str(workers)] if workers else [])]
-        began = time.time()
-        env = {**os.environ, "OCTOFUSE_TEST_GPUS": str(gpus)} if gpus > 1 else None
-        subprocess.run([sys.executable, *command], cwd=ROOT, env=env, check=False)
-        suite = ElementTree.parse(report).getroot().find("testsuite")
-        counts = {key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")}
-        failed = [
-            f"{case.get('classname')}.{case.get('name')}"
-            for case in suite.iter("testcase")
-            if case.find("failure") is not None or case.find("error") is not None
-        ]
-    passed = counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"]
-    shown = " ".join(word for word in command if not word.startswith("--junitxml"))
-    return {"command": f"python {shown}", "passed": passed, **counts, "failed": failed,
-            "seconds": round(time.time() - began, 1)}  # fmt: skip
+def run(command: list[str], env: dict[str, str], end: float, **options: Any) -> tuple[int | None, str]:
+    """Exit status, None where it had to be ended, and what it printed, if that is asked for."""
+    with subprocess.Popen(command, cwd=ROOT, env=env, text=True, start_new_session=True, **options) as process:
+        try:
+            left = None if math.isinf(end) else max(0.0, end - time.monotonic())
+            printed, _ = process.communicate(timeout=left)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its workers too
+            return None, process.communicate()[0] or ""
+    return process.returncode, printed or ""
+
+
+def outcomes_in(lines: str) -> dict[str, str]:
+    """By test: tests/conftest.py's lines, of which a test that fails in its teardown has two."""
+    found: dict[str, str] = {}
+    for line in lines.splitlines():
+        outcome, _, test = line.partition(" ")
+        found[test] = outcome if found.get(test) in (None, "passed") else found[test]
+    return found
+
+
+def run_tests(workers: int, gpus: int, end: float) -> dict[str, Any]:
+    command = [*PYTEST, *(["-n", str(workers)] if workers else [])]
+    began = time.time()
+    with tempfile.NamedTemporaryFile("r") as lines:
+        env = {**os.environ, "OCTOFUSE_TEST_OUTCOMES": lines.name}
+        if gpus > 1:
+            env["OCTOFUSE_TEST_GPUS"] = str(gpus)
+        status, _ = run([sys.executable, *command], env, end)
+        found = outcomes_in(lines.read())
+    of = Counter(found.values())
+    record = {
+        "command": f"python {' '.join(command)}",
+        "passed": of["passed"],
+        "tests": len(found),
+        "failures": of["failed"],
+        "errors": of["error"],
+        "skipped": of["skipped"],
+        "failed": sorted(test for test, outcome in found.items() if outcome in ("failed", "error")),
+        "seconds": round(time.time() - began, 1),
+    }
+    if status is None:
+        return record | {"note": "time ended before the other cases"}
+    return record if status in (0, 1) else record | {"note": f"pytest ended with status {status}"}
 
 
 def reports_of(output: str) -> dict[str, int]:
@@ -72,7 +100,8 @@ def parts_of_cases() -> tuple[str, ...]:
     return tuple(importlib.import_module("sanitizer_cases").PARTS)
 
 
-def run_part(tool: str, part: str, gpu: int | None) -> dict:
+def run_part(tool: str, part: str, gpu: int | None, end: float = float("inf")) -> dict[str, Any] | None:
+    """None where time ended before it."""
     selection = ["--parts", part, *TOOLS[tool]]
     command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=octofuse", "--error-exitcode", "3",
                sys.executable, "tests/sanitizer_cases.py", *selection]  # fmt: skip
@@ -80,43 +109,51 @@ def run_part(tool: str, part: str, gpu: int | None) -> dict:
     if gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = str(gpu)
     began = time.time()
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    cases = re.search(r"sanitizer cases: (\d+)", run.stdout)
-    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", run.stdout + run.stderr)
+    status, printed = run(command, env, end, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if status is None:
+        print(tool, part, "not finished", flush=True)
+        return None
+    cases = re.search(r"sanitizer cases: (\d+)", printed)
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", printed)
     outcome = {
-        "exit": run.returncode,
+        "exit": status,
         "cases": int(cases[1]) if cases else 0,
-        "summary": summary[-1] if summary else (run.stdout + run.stderr)[-1500:],
+        "summary": summary[-1] if summary else printed[-1500:],
         "seconds": round(time.time() - began, 1),
     }
-    if run.returncode != 0:
-        outcome["reports"] = reports_of(run.stdout)
+    if status != 0:
+        outcome["reports"] = reports_of(printed)
     print(tool, part, outcome, flush=True)
     return outcome
 
 
-def run_sanitizers(pool: ThreadPoolExecutor, tools: list[str], gpus: int, chosen: Sequence[str], before: dict) -> dict:
+def tool_record(tool: str, parts: dict[str, dict[str, Any]], every: Sequence[str]) -> dict[str, Any]:
+    record = {
+        "selection": " ".join(TOOLS[tool]),
+        "exit": next((part["exit"] for part in parts.values() if part["exit"] != 0), 0),  # a signal's is negative
+        "cases": sum(part["cases"] for part in parts.values()),
+        "summary": "; ".join(sorted({part["summary"] for part in parts.values()})),
+        "parts": parts,
+    }
+    missing = [part for part in every if part not in parts]
+    return record | {"note": f"without {' and '.join(missing)}"} if missing else record
+
+
+def run_sanitizers(
+    pool: ThreadPoolExecutor, tools: list[str], gpus: int, chosen: Sequence[str], before: dict[str, Any], end: float
+) -> dict[str, Any]:
     """Every chosen part of the cases in a process of its own, on one GPU or on each of several in turn; of the others what
     was found before."""
     turn = itertools.count()
     running = {
-        tool: {part: pool.submit(run_part, tool, part, next(turn) % gpus if gpus > 1 else None) for part in chosen}
+        tool: {part: pool.submit(run_part, tool, part, next(turn) % gpus if gpus > 1 else None, end) for part in chosen}
         for tool in tools
     }
-    found = {
-        tool: before.get(tool, {}).get("parts", {}) | {part: run.result() for part, run in parts.items()}
-        for tool, parts in running.items()
-    }
-    return {
-        tool: {
-            "selection": " ".join(TOOLS[tool]),
-            "exit": next((part["exit"] for part in parts.values() if part["exit"] != 0), 0),  # a signal's is negative
-            "cases": sum(part["cases"] for part in parts.values()),
-            "summary": "; ".join(sorted({part["summary"] for part in parts.values()})),
-            "parts": parts,
-        }
-        for tool, parts in found.items()
-    }
+    found = {}
+    for tool, parts in running.items():
+        finished = {part: result for part, run in parts.items() if (result := run.result()) is not None}
+        found[tool] = tool_record(tool, before.get(tool, {}).get("parts", {}) | finished, parts_of_cases())
+    return found
 
 
 def main() -> None:
@@ -126,6 +163,7 @@ def main() -> None:
     parser.add_argument(
         "--gpus", type=int, default=1, help="share cases between so many; tests of several are left out"
     )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="ends what has not finished by then")
     parser.add_argument("--tools", nargs="*", choices=TOOLS, default=list(TOOLS), help="sanitizers; none: tests alone")
     parser.add_argument(
         "--again", nargs="+", choices=(TESTS, *TOOLS), help="these alone, into a tests.json of the same cpp/"
@@ -136,30 +174,29 @@ def main() -> None:
     if args.parts and not set(args.again or []) & set(TOOLS):
         parser.error("--parts: expected --again with a sanitizer as well")
     path = args.out / "tests.json"
+    end = time.monotonic() + args.seconds
     record = environment("python benchmarks/gpu_suite.py")
     if args.again:
         before = json.loads(path.read_text())
         for key in ("cpp", "device"):
-            if before[key] != record[key]:
-                raise SystemExit(f"{path}: expected {key} {record[key]}, got {before[key]}")
+            if before.get(key) != record.get(key):
+                raise SystemExit(f"{path}: expected {key} {record.get(key)}, got {before.get(key)}")
         record = before
     # Side by side: each process waits for the GPU, or it for the process.
     with ThreadPoolExecutor(1 + len(TOOLS) * len(every)) as pool:
         tools = [tool for tool in args.again if tool != TESTS] if args.again else args.tools
-        tests = pool.submit(run_tests, args.workers, args.gpus) if TESTS in (args.again or [TESTS]) else None
+        tests = pool.submit(run_tests, args.workers, args.gpus, end) if TESTS in (args.again or [TESTS]) else None
         found = record.get("sanitizers", {})
-        record["sanitizers"] = found | run_sanitizers(pool, tools, args.gpus, args.parts or every, found)
+        record["sanitizers"] = found | run_sanitizers(pool, tools, args.gpus, args.parts or every, found, end)
         if tests is not None:
             record["tests"] = tests.result()
     args.out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
-    wrong = (
-        record["tests"]["failures"]
-        or record["tests"]["errors"]
-        or any(t["exit"] for t in record["sanitizers"].values())
-    )
-    print(json.dumps(record["tests"], indent=1))
-    sys.exit(1 if wrong else 0)
+    ran, watched = record["tests"], record["sanitizers"].values()
+    wrong = ran["failures"] or ran["errors"] or any(tool["exit"] for tool in watched)
+    unfinished = "note" in ran or any("note" in tool for tool in watched)
+    print(json.dumps(ran, indent=1))
+    sys.exit(1 if wrong or unfinished else 0)
 
 
 if __name__ == "__main__":

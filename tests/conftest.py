@@ -31,6 +31,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if "gpu" not in item.keywords]
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Lines for benchmarks/gpu_suite.py, which may have to end before the tests do."""
+    path = os.environ.get("OCTOFUSE_TEST_OUTCOMES")
+    if not path or "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.passed):
+        return
+    outcome = "error" if report.failed and report.when != "call" else report.outcome
+    with open(path, "a", encoding="utf-8") as lines:
+        lines.write(f"{outcome} {report.nodeid}\n")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if count := config.stash.get(LEFT_OUT, 0):
         terminalreporter.write_line(f"no CUDA device with a CUDA build of octofuse: {count} tests left out")
