@@ -91,6 +91,8 @@ def fit(times: Times, rates: dict[str, float]) -> dict[str, np.ndarray]:
         if name in rates:
             rate = rates[name] / 1e3
         points = [point for point in points if point[0][-1] < LIMITED] or points
+        if not points:
+            continue
         weight = np.array([1 / (t * ratio**2) for _, t, ratio in points])
         a, b = np.array([f[:-1] for f, _, _ in points]), np.array([t for _, t, _ in points])
         models[name] = np.append(non_negative_fit(a * weight[:, None], b * weight), rate)
@@ -122,7 +124,7 @@ def held_in(times: Times, models: dict[str, np.ndarray]) -> list[float]:
     """How many times the best of each shape the kernel takes that the models choose."""
     ratios = []
     for mnk, row in times.items():
-        served = [name for name in row if not has_no_estimate(name, *mnk, row)]
+        served = [name for name in row if name in models and not has_no_estimate(name, *mnk, row)]
         chosen = min(served, key=lambda name, mnk=mnk: estimate(models[name], features(*mnk)[name]))
         ratios.append(row[chosen] / min(row.values()))
     return ratios
@@ -168,13 +170,15 @@ def times_of(records: list[dict]) -> Times:
 def fill(times: Times, like: Times) -> None:
     """Kernels that a sweep left out as too slow, as on another device, times what the shape's other kernels take of it.
 
-    Without them a model would not know where its kernel is slow.
+    Without them a model would not know where its kernel is slow. Of an arithmetic that was not swept nothing is known.
     """
     for mnk, row in times.items():
         of_both = [t / like[mnk][name] for name, t in row.items() if name in like.get(mnk, {})]
         if of_both:
             rate = float(np.median(of_both))
-            row |= {name: t * rate for name, t in like[mnk].items() if name not in row}
+            kinds = {name.split("/")[0] for name in row if name.startswith(FLOAT8)}
+            row |= {name: t * rate for name, t in like[mnk].items()
+                    if name not in row and (not name.startswith(FLOAT8) or name.split("/")[0] in kinds)}  # fmt: skip
 
 
 def of_engine(times: Times, engine: str) -> Times:
@@ -212,6 +216,7 @@ def main() -> None:
     fill(times, times_of([json.loads(source.read_text()) for source in args.like]))
     models = fit(times, rates)
     names = list(models)
+    timed = {mnk: {name: t for name, t in row.items() if name in models} for mnk, row in times.items()}
     for arithmetic, engine in ARITHMETICS.items():
         own = of_engine(times, engine)
         if not own:
@@ -226,7 +231,8 @@ def main() -> None:
     text += [f'        {{"{name}", {braces(f"{v:.4g}" for v in models[name])}}},' for name in names]
     text += ["    },", "    {"]
     for arithmetic, engine in ARITHMETICS.items():
-        text += part(arithmetic, of_engine(weighed(times, rates), engine), steps, names)
+        # Steps were measured of int8.
+        text += part(arithmetic, of_engine(weighed(timed, rates), engine), {} if engine else steps, names)
     text += ["    },", "}", ""]
     target = CPP / f"measured_{sources[0].resolve().parent.name}.inc"
     target.write_text("\n".join(text))

@@ -324,7 +324,7 @@ def tests() -> str:
     counts = f"{ran['passed']} passed, {ran['failures']} failed, {ran['skipped']} skipped"
     rows = [("GPU tests", ran["tests"], "; ".join([counts, *([ran["note"]] if "note" in ran else [])]))]
     rows += [(f"compute-sanitizer {name}", tool["cases"], outcome(tool)) for name, tool in tools.items()]
-    return lines(("suite on one H200", "cases", "outcome"), rows)
+    return lines(("suite on H200", "cases", "outcome"), rows)
 
 
 def outcome(tool: dict[str, Any]) -> str:

@@ -36,7 +36,9 @@ def many_token_cases() -> int:
             (10240, 256, 777, "gemm_many"),
             (4352, 512, 1111, "gemm_many"),
             (3584, 512, 1111, "gemm_many"),
-            (4352, 512, 300, "gemm_split"),
+            (4352, 512, 300, "gemm_split"),  # tiles of 128 x 128, 192 x 128 (tokens, channels) and 128 x 192
+            (4352, 512, 440, "gemm_split"),
+            (4352, 512, 640, "gemm_split"),
         ),
     ):
         weight = Weight(kind, bits, 128, n, k, False, torch.float16, device="cpu")

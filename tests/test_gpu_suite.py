@@ -46,12 +46,25 @@ def test_counts(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "note" not in found
 
 
-def test_what_was_counted_when_time_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_was_counted_when_time_ends(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of its workers end too: one of them would write into the folder later."""
+    if workers:
+        pytest.importorskip("xdist")
     began = time.monotonic()
-    found = run_of(CASES + "def test_waits(): time.sleep(300)\n", tmp_path, monkeypatch, 0, 30)
-    assert time.monotonic() - began < 120
+    late = tmp_path / "late"
+    waits = f"def test_waits():\n    time.sleep({began} + 40 - time.monotonic())\n    open({str(late)!r}, 'w')\n"
+    found = run_of(CASES + waits, tmp_path, monkeypatch, workers, 30)
+    assert time.monotonic() - began < 39
     assert (found["tests"], found["passed"], found["failures"]) == (4, 1, 1)
+    time.sleep(began + 43 - time.monotonic())
+    assert not late.exists()
     assert "time ended" in found["note"]
+
+
+def test_a_status_that_nothing_explains_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_suite, "outcomes_in", lambda lines: {})
+    assert "status 1" in run_of("def test_fails(): assert False\n", tmp_path, monkeypatch, 0, 120)["note"]
 
 
 def test_a_run_that_collects_nothing_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
