@@ -9,6 +9,7 @@ A table stands between `<!-- table: name -->` and `<!-- end -->`; its name is a 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -231,38 +232,6 @@ def beside_vllm() -> str:
     return peer_tables.beside_vllm(result("h200/peers")["rows"])
 
 
-def parallel() -> str:
-    return parallel_tables.one_sequence(result("h200/parallel"))
-
-
-def parallel_loads() -> str:
-    return parallel_tables.loads(result("h200/parallel"))
-
-
-def one_against_two() -> str:
-    return parallel_tables.one_against_two(result("h200/parallel"))
-
-
-def parallel_h100() -> str:
-    return parallel_tables.one_sequence(result("h100/parallel"))
-
-
-def parallel_loads_h100() -> str:
-    return parallel_tables.loads(result("h100/parallel"))
-
-
-def one_against_two_h100() -> str:
-    return parallel_tables.one_against_two(result("h100/parallel"))
-
-
-def gathers_h100() -> str:
-    return parallel_tables.exchanges(result("h100/parallel"))
-
-
-def gathers() -> str:
-    return parallel_tables.exchanges(result("h200/parallel"))
-
-
 def decoders_h100() -> str:
     return decoders("h100")
 
@@ -356,11 +325,21 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         highlights, schemes, costs, peers, peer_times, beside_vllm, gemm, float8, lowbit, prompts, codebook,
-        outliers, decoders, decoder_loads, decoders_h100, decoder_loads_h100, parallel, parallel_loads,
-        one_against_two, gathers, parallel_h100, parallel_loads_h100, one_against_two_h100, gathers_h100, gpt2, batches,
-        files, cpu_avx2, cpu_avx512, llama_cpp, machines, tests, versions,
+        outliers, decoders, decoder_loads, decoders_h100, decoder_loads_h100, gpt2, batches, files, cpu_avx2,
+        cpu_avx512, llama_cpp, machines, tests, versions,
     )
 }  # fmt: skip
+
+
+def of_several_gpus(table: Callable[[dict[str, Any]], str], card: str) -> str:
+    return table(result(f"{card}/parallel"))
+
+
+for name, table in (("parallel", parallel_tables.one_sequence), ("parallel_loads", parallel_tables.loads),
+                    ("one_against_two", parallel_tables.one_against_two),
+                    ("gathers", parallel_tables.exchanges)):  # fmt: skip
+    for suffix, card in (("", "h200"), ("_h100", "h100")):
+        TABLES[name + suffix] = functools.partial(of_several_gpus, table, card)
 
 
 def filled(page: str) -> str:
