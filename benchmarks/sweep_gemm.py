@@ -47,7 +47,7 @@ LARGEST = 1.3e11  # M * N * K
 LARGEST_HUGE = 2e12
 FEW = 64  # tokens
 REPEATS = 3
-NO_ESTIMATE = 1e16  # candidates.h
+NO_ESTIMATE = 1e9  # candidates.h
 WORTH = 1.4  # times the lowest estimate: of 516 shapes swept whole on an H200 that leaves out the fastest kernel in 3
 
 

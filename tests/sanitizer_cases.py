@@ -21,7 +21,14 @@ from octofuse import _C, layouts, reference
 from octofuse.layouts import COL32, LAYOUTS, ROW, from_layout, interleaved, to_layout
 from octofuse.ops import decode
 from octofuse.ops.cache import new_codes
-from sanitizer_lowbit import integer_cases, lowbit_block_cases, lowbit_cases, many_token_cases, several_cases
+from sanitizer_lowbit import (
+    integer_cases,
+    lowbit_block_cases,
+    lowbit_cases,
+    many_token_cases,
+    several_cases,
+    shared_tile_cases,
+)
 
 # Aligned and ragged, one row and several tiles, K padded inside, a K that wraps every ring of stages.
 SHAPES = ((1, 16, 32), (70, 264, 144), (33, 100, 77), (130, 17, 5), (65, 128, 256), (17, 130, 3100))
@@ -321,6 +328,7 @@ PARTS = {
     "tiles": (many_tile_cases, float8_cases),
     "lowbit": (lowbit_cases,),
     "lowbit_blocks": (lowbit_block_cases, many_token_cases, several_cases),
+    "shared_tiles": (shared_tile_cases,),
     "integers": (integer_cases,),
     "others": (
         quantize_cases,

@@ -28,19 +28,32 @@ def lowbit_block_cases() -> int:
 def many_token_cases() -> int:
     """gemm_many's blocks: several tiles of 256 x 128, 128 x 192 and 192 x 128 (tokens, channels), one of 128 x 256;
     gemm_split's."""
+    return _tile_cases(
+        (10240, 256, 640, "gemm_many"),
+        (10240, 256, 777, "gemm_many"),
+        (4352, 512, 1111, "gemm_many"),
+        (3584, 512, 1111, "gemm_many"),
+        (4352, 512, 300, "gemm_split"),  # tiles of 128 x 128, 192 x 128 (tokens, channels) and 128 x 192
+        (4352, 512, 440, "gemm_split"),
+        (4352, 512, 640, "gemm_split"),
+    )
+
+
+def shared_tile_cases() -> int:
+    """Tiles that clusters share: 192 x 128, 128 x 128 and 256 x 128 (tokens, channels), by blocks that divide K 192 x 128;
+    of int8 tokens 192 x 128 and 128 x 128."""
+    count = _tile_cases(
+        (6912, 1152, 520, "gemm_many"),
+        (8704, 2176, 300, "gemm_many"),
+        (8960, 3072, 400, "gemm_many"),
+        (8704, 2176, 150, "gemm_split"),
+    )
+    return count + _integer_cases(((9216, 4096),), (384,))
+
+
+def _tile_cases(*shapes: tuple[int, int, int, str]) -> int:
     count = 0
-    for (kind, bits, _), (n, k, m, engine) in itertools.product(
-        (LOWBIT[0], LOWBIT[5]),
-        (
-            (10240, 256, 640, "gemm_many"),
-            (10240, 256, 777, "gemm_many"),
-            (4352, 512, 1111, "gemm_many"),
-            (3584, 512, 1111, "gemm_many"),
-            (4352, 512, 300, "gemm_split"),  # tiles of 128 x 128, 192 x 128 (tokens, channels) and 128 x 192
-            (4352, 512, 440, "gemm_split"),
-            (4352, 512, 640, "gemm_split"),
-        ),
-    ):
+    for (kind, bits, _), (n, k, m, engine) in itertools.product((LOWBIT[0], LOWBIT[5]), shapes):
         weight = Weight(kind, bits, 128, n, k, False, torch.float16, device="cpu")
         x = weight.tokens(m)
         packed, scale, bias, residual = (
@@ -122,13 +135,17 @@ def _lowbit_cases(
 
 def integer_cases() -> int:
     """int8 tokens beside integers of few bits: every kernel, ragged sizes, epilogues; the last K is divided by blocks."""
+    return _integer_cases(((48, 128), (136, 1100), (320, 4096)), (1, 3, 20, 150, 600))
+
+
+def _integer_cases(shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...]) -> int:
     count = 0
     kinds = ((4, None, False), (4, 128, True), (4, 32, True), (3, None, False), (8, None, False))
-    for (bits, group, levels), (n, k) in itertools.product(kinds, ((48, 128), (136, 1100), (320, 4096))):
+    for (bits, group, levels), (n, k) in itertools.product(kinds, shapes):
         weight = IntegerWeight(bits, group, n, k, torch.float16, levels=levels, device="cpu")
         packed, scale, bias = (t.cuda() for t in (weight.packed, weight.scale, weight.bias))
         group_scale = None if weight.group_scale is None else weight.group_scale.cuda()
-        for m in (1, 3, 20, 150, 600):
+        for m in tokens:
             x, x_scale = weight.tokens(m)
             residual = torch.ones(m, n).half()
             want = weight.by_int8(x, x_scale, residual=residual)

@@ -57,13 +57,14 @@ def test_every_engine(kind: str, bits: int, group: int | None, dtype: torch.dtyp
 def tiles() -> dict[tuple[str, ...], tuple[int, int, int]]:
     """Of every kernel that "auto" takes for some shape of 4 bits: the smallest M, N and K found for it."""
     found: dict[tuple[str, ...], tuple[int, int, int]] = {}
-    sizes = (64, 192, 768, 1536, 3072, 4096, 4608, 6144, 9216, 12288, 20480, 28672)
+    sizes = (64, 192, 768, 1536, 3072, 4096, 4608, 6144, 9216, 12288, 20480, 28672, 34048)
     tokens = (5, 12, 24, 40, 64, 100, 128, 200, 256, 384, 512, 800, 2048)
-    shapes = itertools.product(tokens, sizes, (256, 1024, 4096, 12288))
+    shapes = itertools.product(tokens, sizes, (256, 1152, 4096, 12288))
     for m, n, k in sorted(shapes, key=lambda shape: shape[0] * shape[1] + shape[1] * shape[2]):
         given = ("two_level", 4, m, n, k, 128, False, "auto", 90, 132, 232448, True)
         chosen = _C.lowbit_select(*given)
-        found.setdefault((chosen["chosen"], *map(str, chosen["tile"])), (m, n, k))
+        shared = ["shared"] if chosen.get("shares") else []
+        found.setdefault((chosen["chosen"], *map(str, chosen.get("tile", ())), *shared), (m, n, k))
     return found
 
 
@@ -74,7 +75,7 @@ TILES = tiles() if "90a" in BUILT else {}
 
 @needs_90a
 def test_every_tile_is_chosen_somewhere() -> None:
-    assert len(TILES) >= 20, TILES.keys()
+    assert len(TILES) >= 28, TILES.keys()
 
 
 @pytest.mark.gpu
@@ -114,6 +115,19 @@ def test_blocks_that_exchange_sums_for_several_tiles() -> None:
     x, x_scale = weight.tokens(m)
     want = weight.by_int8(x, x_scale)
     for _ in range(20):
+        assert torch.equal(weight.multiply(x, x_scale, engine="gemm_many"), want)
+
+
+@pytest.mark.gpu
+def test_tiles_of_two_parts_that_blocks_share() -> None:
+    """128 x 256: a warpgroup hands the sums of both of its parts over."""
+    m, n, k = 128, 50944, 4096
+    chosen = _C.lowbit_select("uniform", 4, m, n, k, 0, False, "gemm_many", 90, 132, 232448, True)
+    assert (chosen["tile"], chosen["shares"]) == ((128, 256, 1), True)
+    weight = weight_of("uniform", 4, None, n, k, torch.float16, "cuda")
+    x, x_scale = weight.tokens(m)
+    want = weight.by_int8(x, x_scale)
+    for _ in range(5):
         assert torch.equal(weight.multiply(x, x_scale, engine="gemm_many"), want)
 
 

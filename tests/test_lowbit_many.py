@@ -3,6 +3,9 @@ tile beside fp64, bits that stay."""
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +13,7 @@ from torch.nn.functional import gelu, linear
 
 import octofuse
 from helpers import Weight, check_captured
+from octofuse import _C
 
 pytestmark = pytest.mark.gpu
 
@@ -17,9 +21,21 @@ KINDS = [("uniform", bits, zeros) for bits in range(1, 9) for zeros in (False, T
 KINDS += [("planes", bits, False) for bits in (1, 3, 8)]
 KINDS += [("sparse12", 7, False), ("codebook", 4, False), ("float8", 8, False)]
 # Each tile of gemm_many, one round of them and more, and less than a tile.
-MANY = [(208, 104), (1600, 2176), (4352, 1600), (10240, 256), (3584, 320), (16896, 256)]
+MANY = [(208, 104), (1600, 2176), (4352, 1600), (10240, 256), (3584, 320), (8704, 1024)]
 # Of 1,111 tokens, with tiles that are not full.
-PARTS = [(0, 1111), (0, 1), (5, 105), (0, 128), (2, 131), (100, 292), (9, 209), (1, 257), (200, 584), (3, 643)]
+PARTS = [
+    (0, 1111),
+    (0, 1),
+    (5, 105),
+    (0, 128),
+    (2, 131),
+    (100, 292),
+    (9, 209),
+    (1, 257),
+    (200, 584),
+    (300, 600),
+    (3, 643),
+]
 
 
 ENGINES = ("gemm_many", "gemm_split")
@@ -43,16 +59,22 @@ def test_many_tokens(kind: str, bits: int, zeros: bool, dtype: torch.dtype, engi
             assert torch.equal(weight.multiply(x[first:end], engine=engine), together[first:end]), (n, first, end)
 
 
-# Tiles of 128 x 128, 128 x 192, 192 x 128, 256 x 128 and 128 x 256 (tokens, channels); the third, fifth and last more
-# than once a block.
-EPILOGUES = [(208, 777), (10240, 256), (10240, 777), (16896, 192), (16896, 640), (3584, 1111), (28672, 333)]
+# N, M and K: every tile of gemm_many, and several for each block.
+EPILOGUES = [(208, 777, 320), (8704, 200, 320), (5888, 300, 320), (3584, 777, 320), (8704, 300, 1024),
+             (16896, 640, 192), (3584, 1111, 320), (28672, 333, 320)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("n", "m"), EPILOGUES)
+def tile_of(engine: str, m: int, n: int, k: int) -> dict[str, Any]:
+    return dict(_C.lowbit_select("uniform", 4, m, n, k, 64, False, engine, 90, 132, 232448))
+
+
+@pytest.mark.parametrize(("n", "m", "k"), EPILOGUES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_many_tokens_epilogues(n: int, m: int, dtype: torch.dtype, engine: str) -> None:
-    weight = Weight("uniform", 4, 64, n, 320, False, dtype)
+def test_many_tokens_epilogues(n: int, m: int, k: int, dtype: torch.dtype, engine: str) -> None:
+    tiles = {tile_of("gemm_many", m, n, k)["tile"] for n, m, k in EPILOGUES}
+    assert tiles == {(128, 128, 1), (128, 192, 1), (192, 128, 1), (256, 128, 1), (128, 256, 1)}
+    weight = Weight("uniform", 4, 64, n, k, False, dtype)
     x, residual = weight.tokens(m), torch.randn(m, n + 16, device="cuda").to(dtype)[:, 3 : 3 + n]
     exact = x.double() @ weight.exact.t()
     step = torch.finfo(dtype).eps
@@ -68,7 +90,7 @@ def test_many_tokens_epilogues(n: int, m: int, dtype: torch.dtype, engine: str) 
                     activation,
                     bias,
                 )
-    numbers = torch.randint(-128, 128, (m, 320), device="cuda", dtype=torch.int8)
+    numbers = torch.randint(-128, 128, (m, k), device="cuda", dtype=torch.int8)
     got = weight.multiply(numbers, x_scale=scale, engine=engine).double()
     want = linear(numbers.double() * scale.double().unsqueeze(1), weight.exact, weight.bias.double())
     assert (got - want).abs().max() <= 4 * step * want.abs().max()
@@ -80,7 +102,7 @@ def test_many_tokens_epilogues(n: int, m: int, dtype: torch.dtype, engine: str) 
     gated = weight.multiply(x, activation="silu", gated=True, engine=engine)
     both = weight.multiply(x, engine=engine)
     assert torch.equal(gated, octofuse.gated_activation(both, "silu"))
-    odd = Weight("uniform", 4, None, n - 5, 320, False, dtype)
+    odd = Weight("uniform", 4, None, n - 5, k, False, dtype)
     x = odd.tokens(m)
     want = linear(x.double(), odd.exact, odd.bias.double())
     assert (odd.multiply(x, engine=engine).double() - want).abs().max() <= 4 * step * want.abs().max()
@@ -111,3 +133,63 @@ def test_many_tokens_in_a_chain(constant_weight: bool, engine: str) -> None:
         return x
 
     assert torch.isfinite(check_captured(chain, weights[0].tokens(700) * 0.1)).all()
+
+
+def shared() -> dict[tuple[str, ...], tuple[int, int, int]]:
+    """Engines and tiles that clusters share: the smallest M, N and K for each where 64 tokens have whole tiles."""
+    found: dict[tuple[str, ...], tuple[int, int, int]] = {}
+    shapes = list(itertools.product((150, 200, 300, 400, 520, 777), (1792, 6912, 8704, 8960, 9216), (1152, 2176, 3072)))
+    for engine in ENGINES:
+        for m, n, k in sorted(shapes, key=lambda shape: shape[0] * shape[1] * shape[2]):
+            chosen = tile_of(engine, m, n, k)
+            if chosen["shares"] and not tile_of(engine, 64, n, k)["shares"]:
+                found.setdefault((engine, *map(str, chosen["tile"])), (m, n, k))
+    return found
+
+
+SHARED = shared() if "90a" in str(_C.build_info()["architectures"]).split(",") else {}
+
+
+@pytest.mark.parametrize("tile", SHARED, ids="-".join)
+@pytest.mark.parametrize(("kind", "bits"), [("uniform", 4), ("uniform", 3), ("codebook", 4), ("planes", 3)])
+def test_tiles_that_blocks_share(tile: tuple[str, ...], kind: str, bits: int) -> None:
+    """A part of K that another cluster has begun: the bits of tokens whose tiles are whole, in every call."""
+    engine, (m, n, k) = tile[0], SHARED[tile]
+    weight = Weight(kind, bits, 128, n, k, False, torch.float16)
+    x = weight.tokens(m)
+    want = linear(x.double(), weight.exact, weight.bias.double())
+    own = (linear(x, weight.rounded, weight.bias).double() - want).abs().max()
+    together = weight.multiply(x, engine=engine)
+    assert (together.double() - want).abs().max() <= 2 * own
+    for first in (0, 40, m - 64):
+        assert torch.equal(weight.multiply(x[first : first + 64], engine=engine), together[first : first + 64]), first
+    for _ in range(10):
+        assert torch.equal(weight.multiply(x, engine=engine), together)
+
+
+def test_calls_that_share_tiles_meet() -> None:
+    """In a graph that is run again and again, and on two streams at once, nobody takes another call's sums."""
+    assert len(SHARED) >= 7, "most tiles are shared somewhere"
+    for engine in ENGINES:
+        m, n, k = next(shape for tile, shape in SHARED.items() if tile[0] == engine)
+        weights = [Weight("uniform", 4, 128, n, k, False, torch.float16) for _ in range(2)]
+        tokens = [weight.tokens(m) for weight in weights]
+        want = [weight.multiply(x, engine=engine) for weight, x in zip(weights, tokens, strict=True)]
+        streams = [torch.cuda.Stream() for _ in weights]
+        torch.cuda.synchronize()
+        got: list[list[Tensor]] = [[], []]
+        for _ in range(20):
+            for i, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    got[i].append(weights[i].multiply(tokens[i], engine=engine))
+        torch.cuda.synchronize()
+        assert all(torch.equal(y, want[i]) for i in range(2) for y in got[i])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = weights[0].multiply(tokens[0], engine=engine)
+        x, first = tokens[0].clone(), want[0]
+        for scale in (1, -1) * 10:  # in turn, so that another run's sums are not right by chance
+            tokens[0].copy_(x * scale)
+            graph.replay()
+            assert torch.equal(y, weights[0].multiply(x * scale, engine=engine))
+        assert torch.equal(weights[0].multiply(x, engine=engine), first)

@@ -300,7 +300,11 @@ py::dict select_op(const std::string& kind, int bits, int64_t m, int64_t n, int6
   result["chosen"] = name_of(decision.chosen);
   result["why"] = decision.why;
   result["declined"] = decision.declined;
-  if (problem.is_integer) result["tile"] = integer_tile(problem, decision.chosen);
+  const LowbitTile tile = tile_of(problem, decision.chosen);
+  if (tile.tokens > 0) {
+    result["tile"] = py::make_tuple(tile.tokens, tile.channels, tile.split);
+    result["shares"] = tile.shares;
+  }
   return result;
 }
 

@@ -73,9 +73,13 @@ struct LowbitDecision {
   std::vector<std::pair<std::string, std::string>> declined;  // engine, reason
 };
 
-// Of products of integers: tokens and channels of the tile that an engine takes, and the blocks that divide K. Others:
-// 0.
-std::array<int, 3> integer_tile(const LowbitProblem& problem, LowbitEngine engine);
+// How an engine for many tokens cuts the outputs: its blocks' tile, the blocks that divide K, and whether clusters share
+// the tiles that are left over behind whole rounds. Other engines: no tokens.
+struct LowbitTile {
+  int tokens = 0, channels = 0, split = 1;
+  bool shares = false;
+};
+LowbitTile tile_of(const LowbitProblem& problem, LowbitEngine engine);
 
 // The same choice with a reason for every other engine.
 LowbitDecision explain_lowbit(const LowbitProblem& problem, const Capability& capability, std::string_view engine);

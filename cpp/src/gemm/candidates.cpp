@@ -355,7 +355,6 @@ TimeModel features_of(const Candidate& c, const GemmProblem& problem, int sm_cou
 }
 
 double estimated_time(const Candidate& c, const GemmProblem& problem, const Capability& capability) {
-  constexpr double kLastResort = 1e6;  // us
   // With a second pass, or without tensor cores, they come after every fused kernel.
   if (c.engine == Engine::kCublasLt) return 1e17;
   if (c.engine == Engine::kNaive) return 1e30;

@@ -5,9 +5,10 @@
 
 namespace octofuse {
 
-// At least kNoEstimate where the model says nothing: the kernel's tiles do not suit these sizes, so that it was not
-// swept.
-constexpr double kNoEstimate = 1e16;
+// us. kNoEstimate where the model says nothing: the kernel's tiles do not suit these sizes, so that it was not swept.
+// More for kernels that come behind all others.
+constexpr double kNoEstimate = 1e9;
+constexpr double kLastResort = 2e9;
 double estimated_time(const Candidate& candidate, const GemmProblem& problem, const Capability& capability);
 
 // The fastest kernel of a measured shape: (N, K) exactly, and the smallest measured M that is not below the problem's.

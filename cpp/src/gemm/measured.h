@@ -24,7 +24,7 @@ struct Measured {
 
   int sm_count;
   double bandwidth;                     // GB/s, as the device itself says: Capability's
-  std::vector<TimeModel> models;        // one a candidate, in candidates()' order; those that were not swept come last
+  std::vector<TimeModel> models;        // one a candidate, in candidates()' order
   std::vector<const Candidate*> timed;  // nullptr: it has gone since
   std::vector<Part> parts;
 

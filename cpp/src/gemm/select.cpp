@@ -245,7 +245,7 @@ Decision explain(const GemmProblem& problem, const Capability& capability, std::
     if (!is_worth_a_word(candidate, problem, engine)) continue;
     const char* reason = why_not(candidate, problem, capability);
     const double time = estimated_time(candidate, problem, capability);
-    const std::string estimate = time < 1e6
+    const std::string estimate = time < kNoEstimate
                                      ? "slower: estimated " + std::to_string(static_cast<int>(time + 0.5)) + " us"
                                  : time == kNoEstimate ? "its tiles do not suit these sizes: nothing was measured there"
                                                        : "a last resort";

@@ -112,6 +112,7 @@ struct GemmKernel {
   int table_bytes;
   uint32_t base;           // Dequantizer's
   int exchange_bytes = 0;  // of sums, between blocks that divide K
+  int handover_bytes = 0;  // of a thread's sums, between clusters that share a tile
 };
 
 template <class Traits>

@@ -33,22 +33,22 @@ GemmKernel kernel_for(const LowbitArgs& args, const ManyShape& shape) {
   return kernel;
 }
 
-void run(const LowbitArgs& args, const ManyShape& shape, int device, cudaStream_t stream) {
+void run(const LowbitArgs& args, const ManyShape& shape, int device, cudaStream_t stream, const Allocator& allocate) {
   const bool is_half = args.type == DType::kFloat16;
   const GemmKernel kernel =
       is_half ? kernel_for<DType::kFloat16>(args, shape) : kernel_for<DType::kBFloat16>(args, shape);
-  launch_gemm_many(args, kernel, shape, device, stream);
+  launch_gemm_many(args, kernel, shape, device, stream, allocate);
 }
 
 }  // namespace
 
-void run_gemm_many(const LowbitArgs& args, int device, cudaStream_t stream) {
-  if (has_integers(args)) return run_gemm_many_integer(args, device, stream);
-  run(args, ManyShape(args.m, args.n, k_blocks_of(args.k)), device, stream);
+void run_gemm_many(const LowbitArgs& args, int device, cudaStream_t stream, const Allocator& allocate) {
+  if (has_integers(args)) return run_gemm_many_integer(args, device, stream, allocate);
+  run(args, ManyShape(args.m, args.n, k_blocks_of(args.k)), device, stream, allocate);
 }
 
-void run_gemm_split(const LowbitArgs& args, int device, cudaStream_t stream) {
-  run(args, ManyShape::split(args.m, args.n, k_blocks_of(args.k)), device, stream);
+void run_gemm_split(const LowbitArgs& args, int device, cudaStream_t stream, const Allocator& allocate) {
+  run(args, ManyShape::split(args.m, args.n, k_blocks_of(args.k)), device, stream, allocate);
 }
 
 }  // namespace octofuse::lowbit

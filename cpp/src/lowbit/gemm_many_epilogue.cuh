@@ -27,20 +27,24 @@ __device__ inline void drop_part(Sum (&sums)[kSums]) {
 // The first of a thread's two channels in those of its warpgroup; the other is 8 further.
 __device__ inline int first_channel(int thread) { return thread / 32 * kTileRows + thread % 32 / 4; }
 
-// What both of them have in a row of [n], read before there are sums.
+// What both of them have in a row of [n], read before there are sums, and looked at behind them: until then nothing
+// waits for it.
 class ChannelPair {
-  uint32_t bits_ = 0;
+  uint16_t first_ = 0, second_ = 0;
 
  public:
   // row: null for none. n: the warpgroup's first channel.
   __device__ ChannelPair(const uint16_t* row, const GemmArgs& args, int n) {
     if (row == nullptr) return;
     const int channel = n + first_channel(static_cast<int>(threadIdx.x) % 128);
-    bits_ = row[min(channel, args.n - 1)] | static_cast<uint32_t>(row[min(channel + 8, args.n - 1)]) << 16;
+    first_ = row[min(channel, args.n - 1)];
+    second_ = row[min(channel + 8, args.n - 1)];
   }
-  // Of sum i.
-  __device__ uint16_t of(int i) const { return static_cast<uint16_t>(bits_ >> (i / 2 % 2 * 16)); }
+  __device__ float2 as_floats(DType type) const { return {half_of(first_, type), half_of(second_, type)}; }
 };
+
+// Of sum i: what the first or the second channel has.
+__device__ inline float of_channel(float2 pair, int i) { return i / 2 % 2 == 0 ? pair.x : pair.y; }
 
 // The scales of a tile's tokens, read before there are sums: each would be a new line of memory to wait for at the end.
 // A thread has those of two neighbouring tokens.
@@ -65,14 +69,41 @@ class TokenScales {
 
 // ---- outputs of 16 bits ----
 
+// The same conversion of many: where the compiler does not know the type, one branch instead of one for each.
+template <int kCount>
+__device__ inline void halves_of(const uint16_t (&bits)[kCount], DType type, float (&values)[kCount]) {
+  const auto convert = [&](DType known) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = half_of(bits[i], known);
+  };
+  type == DType::kFloat16 ? convert(DType::kFloat16) : convert(DType::kBFloat16);
+}
+
+template <int kCount>
+__device__ inline void pairs_of(const float (&values)[2 * kCount], DType type, uint32_t (&pairs)[kCount]) {
+  if (type == DType::kFloat16) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const __half2 pair = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
+      pairs[i] = reinterpret_cast<const uint32_t&>(pair);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
+      pairs[i] = reinterpret_cast<const uint32_t&>(pair);
+    }
+  }
+}
+
 template <class Traits>
 class FragmentEpilogue {
   const ManyArgs& args_;
   int thread_;
   char* staging_;
-  int n_, channel_;  // the first channel, of the warpgroup and of this thread
-  ChannelPair bias_, w_scale_;
-  const float* x_scale_;  // of the tile's tokens
+  int n_, channel_;        // the first channel, of the warpgroup and of this thread
+  float2 bias_, w_scale_;  // of its two channels
+  const float* x_scale_;   // of the tile's tokens
   uint16_t residual_[kSumsOfPart];
 
  public:
@@ -84,32 +115,25 @@ class FragmentEpilogue {
         staging_(staging),
         n_(n),
         channel_(n + first_channel(thread_)),
-        bias_(bias),
-        w_scale_(w_scale),
-        x_scale_(x_scale) {}
+        bias_(args.epilogue.bias != nullptr ? bias.as_floats(type()) : float2{-0.0F, -0.0F}),
+        w_scale_(w_scale.as_floats(type())),
+        x_scale_(x_scale) {
+    w_scale_.x *= args.epilogue.w_unit;
+    w_scale_.y *= args.epilogue.w_unit;
+  }
 
   // token: the tile's first.
   __device__ void finish(typename Traits::Sum (&sums)[Traits::kSums], int token) {
     // Two buffers in turn: a warp reads one while it fills the other. Where a tile has an odd number of parts the next
     // one begins with the buffer that was last, behind all products.
+    const bool is_plain = args_.epilogue.activation == Activation::kNone;
+    if (is_plain && args_.epilogue.residual == nullptr) return finish_plain<false>(sums, token);
     if (args_.epilogue.residual != nullptr) load_residual(token);
-    if (args_.epilogue.activation == Activation::kNone) {
-#pragma unroll
-      for (int part = 0; part < Traits::kTokens / kPart; ++part) {
-        float t[kSumsOfPart];
-#pragma unroll
-        for (int i = 0; i < kSumsOfPart; ++i) t[i] = value_of(sums[part * kSumsOfPart + i], i);
-        finish_part<false>(t, token, part);
-      }
-    } else {
+    if (is_plain) return finish_plain<true>(sums, token);
 #pragma unroll 1
-      for (int part = 0; part < Traits::kTokens / kPart; ++part) {
-        float t[kSumsOfPart];
-#pragma unroll
-        for (int i = 0; i < kSumsOfPart; ++i) t[i] = value_of(sums[i], i);
-        drop_part(sums);
-        finish_part<true>(t, token, part);
-      }
+    for (int part = 0; part < Traits::kTokens / kPart; ++part) {
+      finish_part<true, true>(sums, 0, token, part);
+      drop_part(sums);
     }
   }
 
@@ -119,12 +143,15 @@ class FragmentEpilogue {
     if constexpr (Traits::kIntegers) return args_.epilogue.type;
     return Traits::kType;
   }
-  // What the formula goes on from.
-  __device__ float value_of(typename Traits::Sum sum, int i) const {
-    if constexpr (!Traits::kIntegers) return sum;
-    return __fmul_rn(static_cast<float>(static_cast<int>(sum)), args_.epilogue.scaled(w_scale_.of(i)));
-  }
   __device__ int token_of(int i) const { return i / 4 * 8 + thread_ % 4 * 2 + i % 2; }
+
+  template <bool kResidual>
+  __device__ void finish_plain(typename Traits::Sum (&sums)[Traits::kSums], int token) {
+#pragma unroll
+    for (int part = 0; part < Traits::kTokens / kPart; ++part) {
+      finish_part<false, kResidual>(sums, part * kSumsOfPart, token, part);
+    }
+  }
 
   // Elements outside read their nearest neighbour inside; what comes of them is not stored.
   __device__ void load_residual(int token) {
@@ -136,33 +163,47 @@ class FragmentEpilogue {
     }
   }
 
-  // tile: its first token.
-  template <bool kActivates>
-  __device__ void finish_part(float (&t)[kSumsOfPart], int tile, int part) {
-    const Epilogue& e = args_.epilogue;
-    const int token = tile + part * kPart;
-    float of_residual[kSumsOfPart];
-    float of_bias[kSumsOfPart];
-    if (e.residual != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kSumsOfPart; ++i) of_residual[i] = half_of(residual_[i], type());
-      load_residual(token + kPart);  // the next part's, meanwhile
-    } else {
-#pragma unroll
-      for (int i = 0; i < kSumsOfPart; ++i) of_residual[i] = -0.0F;
-    }
-    if (e.x_scale.data != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kSumsOfPart; ++i) {
-        t[i] = __fmul_rn(t[i], x_scale_[part * kPart + token_of(i)]);
-      }
-    } else if (e.x_scale.value != 1.0F) {
-#pragma unroll
-      for (int i = 0; i < kSumsOfPart; ++i) t[i] = __fmul_rn(t[i], e.x_scale.value);
-    }
+  // What the formula goes on from: of a part's sums, which begin at `first`.
+  __device__ void dequantize(const typename Traits::Sum (&sums)[Traits::kSums], int first, int part,
+                             float (&t)[kSumsOfPart]) const {
 #pragma unroll
     for (int i = 0; i < kSumsOfPart; ++i) {
-      of_bias[i] = e.bias != nullptr ? half_of(bias_.of(i), type()) : -0.0F;
+      if constexpr (Traits::kIntegers) {
+        t[i] = __fmul_rn(static_cast<float>(static_cast<int>(sums[first + i])), of_channel(w_scale_, i));
+      } else {
+        t[i] = sums[first + i];
+      }
+    }
+    if (x_scale_ != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kSumsOfPart; i += 4) {
+        const float2 scale = *reinterpret_cast<const float2*>(x_scale_ + part * kPart + token_of(i));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) t[i + j] = __fmul_rn(t[i + j], j % 2 == 0 ? scale.x : scale.y);
+      }
+    } else if (args_.epilogue.x_scale.value != 1.0F) {
+#pragma unroll
+      for (int i = 0; i < kSumsOfPart; ++i) t[i] = __fmul_rn(t[i], args_.epilogue.x_scale.value);
+    }
+  }
+
+  // kResidual: it may have one. tile: its first token.
+  template <bool kActivates, bool kResidual>
+  __device__ void finish_part(const typename Traits::Sum (&sums)[Traits::kSums], int first, int tile, int part) {
+    const Epilogue& e = args_.epilogue;
+    const int token = tile + part * kPart;
+    float t[kSumsOfPart];
+    float of_bias[kSumsOfPart];
+    float of_residual[kSumsOfPart];
+    dequantize(sums, first, part, t);
+#pragma unroll
+    for (int i = 0; i < kSumsOfPart; ++i) {
+      of_bias[i] = of_channel(bias_, i);
+      of_residual[i] = -0.0F;
+    }
+    if (kResidual && e.residual != nullptr) {
+      halves_of(residual_, type(), of_residual);
+      load_residual(token + kPart);  // the next part's, meanwhile
     }
     const auto activate = [&](float (&values)[kSumsOfPart]) {
       if constexpr (kActivates) activate_by<__half, false>(e.activation, values);
@@ -178,14 +219,13 @@ class FragmentEpilogue {
     const int lane = thread_ % 32;
     const auto place = [&](int row, int piece) { return row * 32 + (piece ^ (row / 4 % 2)) * 16; };
     const uint32_t to = shared_address(buffer) + place(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    uint32_t pairs[kSumsOfPart / 2];
+    pairs_of(y, type(), pairs);
 #pragma unroll
-    for (int i = 0; i < kSumsOfPart; i += 8) {
-      uint32_t pairs[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) pairs[j] = pair_of(y[i + 2 * j], y[i + 2 * j + 1]);
+    for (int i = 0; i < kSumsOfPart / 2; i += 4) {
       asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                    :
-                   : "r"(to + i / 8 * 16 * 32), "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+                   : "r"(to + i / 4 * 16 * 32), "r"(pairs[i]), "r"(pairs[i + 1]), "r"(pairs[i + 2]), "r"(pairs[i + 3])
                    : "memory");
     }
     __syncwarp();
@@ -195,16 +235,6 @@ class FragmentEpilogue {
       const uint4 piece = *reinterpret_cast<const uint4*>(buffer + place(row, lane % 2));
       auto* const out = static_cast<uint16_t*>(args_.epilogue.out) + static_cast<int64_t>(token + row) * args_.n + n;
       if (n < args_.n && token + row < args_.m) *reinterpret_cast<uint4*>(out) = piece;
-    }
-  }
-
-  __device__ uint32_t pair_of(float x, float y) const {
-    if (type() == DType::kFloat16) {
-      const __half2 pair = __floats2half2_rn(x, y);
-      return reinterpret_cast<const uint32_t&>(pair);
-    } else {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-      return reinterpret_cast<const uint32_t&>(pair);
     }
   }
 };

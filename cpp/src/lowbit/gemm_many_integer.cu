@@ -5,7 +5,7 @@
 
 namespace octofuse::lowbit {
 
-void run_gemm_many_integer(const LowbitArgs& args, int device, cudaStream_t stream) {
+void run_gemm_many_integer(const LowbitArgs& args, int device, cudaStream_t stream, const Allocator& allocate) {
   const ManyShape shape = integer_many_shape(problem_of(args));
   GemmKernel kernel{};
   with_integer_format(args, [&](auto format) {
@@ -18,7 +18,7 @@ void run_gemm_many_integer(const LowbitArgs& args, int device, cudaStream_t stre
       kernel = many_kernel_of<Traits>();
     });
   });
-  launch_gemm_many(args, kernel, shape, device, stream);
+  launch_gemm_many(args, kernel, shape, device, stream, allocate);
 }
 
 }  // namespace octofuse::lowbit

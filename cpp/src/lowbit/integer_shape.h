@@ -31,11 +31,11 @@ constexpr IntegerTile kIntegerTiles[] = {
     {false, 128, 64, 2, 0, 6000, 190, 230},    {false, 128, 192, 2, 0, 8000, 470, 550},
     {true, 32, 128, 1, 0, 2500, 260, 300},     {true, 32, 256, 1, 3300, 100, 390, 450},
     {true, 64, 128, 1, 0, 3000, 300, 350},     {true, 64, 256, 1, 0, 4800, 460, 540},
-    {true, 128, 128, 1, 1400, 3000, 430, 450}, {true, 128, 128, 2, 2000, 2750, 430, 460},
-    {true, 128, 192, 1, 1000, 3750, 580, 610}, {true, 128, 192, 2, 2000, 4000, 640, 670},
-    {true, 192, 128, 1, 2000, 3250, 510, 540}, {true, 192, 128, 2, 2000, 4000, 530, 560},
-    {true, 256, 128, 1, 1400, 3750, 670, 690}, {true, 256, 128, 2, 2000, 4500, 720, 680},
-    {true, 128, 256, 1, 1400, 3750, 730, 940},
+    {true, 128, 128, 1, 2000, 1600, 460, 480}, {true, 128, 128, 2, 2000, 2250, 475, 505},
+    {true, 128, 192, 1, 2000, 3700, 560, 590}, {true, 128, 192, 2, 2000, 3500, 600, 630},
+    {true, 192, 128, 1, 2000, 3300, 490, 520}, {true, 192, 128, 2, 2000, 3400, 525, 555},
+    {true, 256, 128, 1, 2000, 4150, 600, 620}, {true, 256, 128, 2, 2000, 4200, 640, 640},
+    {true, 128, 256, 1, 2000, 5800, 610, 820},
 };
 
 // Which widths have all of them. The others do without most, to keep the library small.
@@ -58,24 +58,33 @@ constexpr int64_t integer_tiles_of(const IntegerTile& tile, int64_t m, int64_t n
   return ceil_div(m, tile.tokens) * ceil_div(n, tile.channels * sharing);
 }
 
-// ns. A k-block takes as long as its products, or as its bytes: the fewer SMs read, the more each of them gets.
-constexpr int64_t integer_time(const IntegerTile& tile, const LowbitProblem& problem) {
+struct IntegerChoice {
+  IntegerTile tile{};
+  bool shares = false;  // as in ManyShape
+  int64_t time = std::numeric_limits<int64_t>::max();
+};
+
+// By its ns. A k-block takes as long as its products, or as its bytes: the fewer SMs read, the more each of them gets.
+constexpr IntegerChoice integer_time(const IntegerTile& tile, const LowbitProblem& problem) {
   constexpr int64_t kBytesOfSm = 32'600'000;  // a ms
   const int64_t k_blocks = ceil_div(k_blocks_of(problem.k), tile.split);
   const int64_t bytes = int64_t{tile.channels} * kBlockK * problem.bits / 8;
   const int64_t of_block = problem.format == LowbitFormat::kTwoLevel ? tile.of_two_levels : tile.of_block;
   const int64_t at_once = integer_tiles_at_once(tile);
   const int64_t tiles = integer_tiles_of(tile, problem.m, problem.n);
-  const auto round = [&](int64_t some) {
-    return tile.round + k_blocks * std::max(of_block, bytes * 1'000'000 / kBytesOfSm * some / at_once);
+  const auto products = [&](int64_t some) {
+    return k_blocks * std::max(of_block, bytes * 1'000'000 / kBytesOfSm * some / at_once);
   };
-  return tile.start + tiles / at_once * round(at_once) + (tiles % at_once == 0 ? 0 : round(tiles % at_once));
+  const int64_t rest = tiles % at_once;
+  const int64_t ends = tile.start + ceil_div(tiles, at_once) * tile.round;
+  const int64_t whole = ends + tiles / at_once * products(at_once) + (rest == 0 ? 0 : products(rest));
+  constexpr int kLeastTokens = 128;  // fewer were not measured
+  const bool may_share = tile.is_many && tile.tokens >= kLeastTokens && k_blocks >= ManyShape::kLeastShared;
+  if (!may_share || rest == 0 || tiles < at_once) return {tile, false, whole};
+  const int64_t shared =
+      ends + products(at_once) * tiles / at_once + ManyShape::handover_time(tile.tokens, tile.channels);
+  return {tile, shared < whole, std::min(whole, shared)};
 }
-
-struct IntegerChoice {
-  IntegerTile tile{};
-  int64_t time = std::numeric_limits<int64_t>::max();
-};
 
 // The fastest of one of the two kernels.
 constexpr IntegerChoice integer_choice(const LowbitProblem& problem, bool is_many) {
@@ -85,8 +94,8 @@ constexpr IntegerChoice integer_choice(const LowbitProblem& problem, bool is_man
     if (!is_many && ceil_div(problem.m, tile.tokens) > 65535) continue;  // a grid has no more blocks in z
     // K in several k-blocks for each of those that divide it.
     if (tile.split > 1 && k_blocks_of(problem.k) < 2 * tile.split) continue;
-    const int64_t time = integer_time(tile, problem);
-    if (time < best.time) best = {tile, time};
+    const IntegerChoice choice = integer_time(tile, problem);
+    if (choice.time < best.time) best = choice;
   }
   return best;
 }
@@ -107,8 +116,10 @@ void for_each_integer_tile(F f) {
 
 // gemm_many_integer.cu's, in the form of its launch.
 constexpr ManyShape integer_many_shape(const LowbitProblem& problem) {
-  const IntegerTile tile = integer_choice(problem, true).tile;
+  const IntegerChoice choice = integer_choice(problem, true);
+  const IntegerTile& tile = choice.tile;
   ManyShape shape;
+  shape.shares = choice.shares;
   shape.tokens = tile.tokens;
   shape.channels = tile.channels;
   shape.splits_k = tile.split > 1;

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "lowbit/norm.h"
+#include "octofuse/gemm.h"
 #include "octofuse/lowbit.h"
 
 namespace octofuse::lowbit {
@@ -22,13 +23,16 @@ void run_gemv_several(const LowbitArgs& args, int device, cudaStream_t stream);
 void run_gemm(const LowbitArgs& args, int device, cudaStream_t stream);
 
 // sm_90a: any number of tokens, made for more than 64; rows likewise. The sums are in another order than run_gemm's.
-void run_gemm_many(const LowbitArgs& args, int device, cudaStream_t stream);
+void run_gemm_many(const LowbitArgs& args, int device, cudaStream_t stream, const Allocator& allocate);
 
 // The same by pairs of blocks that divide K: again another order. Not of integers.
-void run_gemm_split(const LowbitArgs& args, int device, cudaStream_t stream);
+void run_gemm_split(const LowbitArgs& args, int device, cudaStream_t stream, const Allocator& allocate);
 
 // Both for tokens in int8 beside weights that are integers (has_integers()): sums are exact.
 void run_gemm_integer(const LowbitArgs& args, int device, cudaStream_t stream);
-void run_gemm_many_integer(const LowbitArgs& args, int device, cudaStream_t stream);
+void run_gemm_many_integer(const LowbitArgs& args, int device, cudaStream_t stream, const Allocator& allocate);
+
+// A number that no other call has, by which clusters of one launch know each other's sums. Not 0.
+uint64_t next_mark();
 
 }  // namespace octofuse::lowbit

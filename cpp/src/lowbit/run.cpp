@@ -2,6 +2,9 @@
 // take becomes a kernel of its own.
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+#include <random>
+
 #include "lowbit/kernels.h"
 #include "lowbit/several_shape.h"
 #include "octofuse/device.h"
@@ -109,10 +112,10 @@ void multiply(const RowPassArgs& rows, LowbitArgs args, LowbitEngine engine, int
       return lowbit::run_gemm(args, device, cuda_stream);
     case LowbitEngine::kGemmSplit:
       if (!gemm_reads(args)) copy_rows(args, gemm_type(args), device, stream, allocate);
-      return lowbit::run_gemm_split(args, device, cuda_stream);
+      return lowbit::run_gemm_split(args, device, cuda_stream, allocate);
     case LowbitEngine::kGemmMany:
       if (!gemm_reads(args)) copy_rows(args, gemm_type(args), device, stream, allocate);
-      return lowbit::run_gemm_many(args, device, cuda_stream);
+      return lowbit::run_gemm_many(args, device, cuda_stream, allocate);
     case LowbitEngine::kCpu:
     case LowbitEngine::kDequantized:
       throw RuntimeError("lowbit_linear: a dequantised weight is multiplied elsewhere");
@@ -140,6 +143,19 @@ void gate(const LowbitArgs& args, const void* x, int device, Stream stream) {
 }
 
 }  // namespace
+
+uint64_t lowbit::next_mark() {
+  static std::atomic<uint64_t> state{[] {
+    std::random_device source;
+    return uint64_t{source()} << 32 | source();
+  }()};
+  // splitmix64: every state gives another number.
+  uint64_t mark = state += 0x9E3779B97F4A7C15;
+  mark = (mark ^ mark >> 30) * 0xBF58476D1CE4E5B9;
+  mark = (mark ^ mark >> 27) * 0x94D049BB133111EB;
+  mark ^= mark >> 31;
+  return mark != 0 ? mark : next_mark();
+}
 
 void lowbit_linear(const RowPassArgs& rows, const LowbitArgs& args, LowbitEngine engine, int device, Stream stream,
                    const Allocator& allocate) {

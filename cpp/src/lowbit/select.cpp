@@ -180,11 +180,22 @@ LowbitEngine select_lowbit(const LowbitProblem& problem, const Capability& capab
   refuse<ValueError>("engine", "one of " + names, quoted);
 }
 
-std::array<int, 3> integer_tile(const LowbitProblem& problem, LowbitEngine engine) {
+LowbitTile tile_of(const LowbitProblem& problem, LowbitEngine engine) {
+  const int k_blocks = lowbit::k_blocks_of(problem.k);
   const bool is_many = engine == LowbitEngine::kGemmMany;
-  if (!problem.is_integer || (engine != LowbitEngine::kGemm && !is_many)) return {};
-  const lowbit::IntegerTile tile = lowbit::integer_choice(problem, is_many).tile;
-  return {tile.tokens, tile.channels, tile.split};
+  if (problem.is_integer && (is_many || engine == LowbitEngine::kGemm)) {
+    const lowbit::IntegerChoice choice = lowbit::integer_choice(problem, is_many);
+    return {choice.tile.tokens, choice.tile.channels, choice.tile.split, choice.shares};
+  }
+  if (engine == LowbitEngine::kGemm) {
+    const lowbit::GemmShape shape(static_cast<int>(problem.m), static_cast<int>(problem.n), k_blocks,
+                                  lowbit::has_every_block(problem.format, problem.bits));
+    return {shape.tokens, shape.channels, shape.split, false};
+  }
+  if (!is_many && engine != LowbitEngine::kGemmSplit) return {};
+  const auto shape = is_many ? lowbit::ManyShape(problem.m, problem.n, k_blocks)
+                             : lowbit::ManyShape::split(problem.m, problem.n, k_blocks);
+  return {shape.tokens, shape.channels, is_many ? 1 : lowbit::kSharing, shape.shares};
 }
 
 LowbitDecision explain_lowbit(const LowbitProblem& problem, const Capability& capability, std::string_view engine) {
@@ -195,10 +206,12 @@ LowbitDecision explain_lowbit(const LowbitProblem& problem, const Capability& ca
                      ? "the weight is written to memory for this call: no kernel "
                        "reads the codes faster"
                      : "the fastest of those that can serve";
-  const std::array<int, 3> tile = integer_tile(problem, decision.chosen);
-  if (tile[0] > 0) {
-    decision.why += ": tiles of " + std::to_string(tile[0]) + " tokens by " + std::to_string(tile[1]) + " channels";
-    if (tile[2] > 1) decision.why += ", K divided by " + std::to_string(tile[2]) + " blocks";
+  const LowbitTile tile = tile_of(problem, decision.chosen);
+  if (tile.tokens > 0) {
+    decision.why +=
+        ": tiles of " + std::to_string(tile.tokens) + " tokens by " + std::to_string(tile.channels) + " channels";
+    if (tile.split > 1) decision.why += ", K divided by " + std::to_string(tile.split) + " blocks";
+    if (tile.shares) decision.why += "; what whole rounds leave over is shared by all blocks";
   }
   for (const LowbitEngine other : kEngines) {
     if (other == decision.chosen || engine != "auto") continue;

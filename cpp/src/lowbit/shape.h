@@ -241,19 +241,30 @@ struct ManyShape {
   int tokens = 0, channels = 0;
   int token_tiles = 0, channel_pairs = 0;  // of the whole output; two tiles of channels are a cluster's
   bool splits_k = false;                   // its blocks have the same tile: then a pair is one tile of channels
+  bool shares = false;                     // clusters share the tiles that are left over behind whole rounds
   int64_t time = 0;                        // ns on an H200
 
-  // Tokens, channels, and the ns that a k-block takes; of a block whose cluster divides K, also of exchanging sums.
-  static constexpr int kTiles[][3] = {
-      {128, 128, 790}, {128, 192, 1060}, {192, 128, 1000}, {256, 128, 1320}, {128, 256, 1500}};
-  static constexpr int kSplitTiles[][4] = {{128, 128, 740, 1500}, {128, 192, 1250, 2000}, {192, 128, 1050, 2000}};
-  static constexpr int kStart = 1000, kEnd = 2000;  // ns: of the kernel, of a tile
+  // Tokens, channels, and ns: of a k-block, and of a tile behind its k-blocks, of blocks that divide K with their
+  // exchange of sums.
+  static constexpr int kTiles[][4] = {{128, 128, 800, 1800},
+                                      {128, 192, 1060, 3300},
+                                      {192, 128, 990, 3000},
+                                      {256, 128, 1310, 4000},
+                                      {128, 256, 1470, 4600}};
+  static constexpr int kSplitTiles[][4] = {{128, 128, 820, 2800}, {128, 192, 1120, 3600}, {192, 128, 1070, 3100}};
+  static constexpr int kStart = 1000;     // ns: of the kernel
+  static constexpr int kLeastShared = 8;  // k-blocks of a block's tile, of which clusters may share some
+
+  // ns in which a cluster gets another's sums of a tile and gives its own to a third: the bytes of all through L2.
+  static constexpr int64_t handover_time(int tile_tokens, int tile_channels) {
+    return int64_t{tile_tokens} * tile_channels / 4;
+  }
 
   constexpr ManyShape() = default;
   constexpr ManyShape(int64_t m, int64_t n, int k_blocks) {
-    for (const auto& [tile_tokens, tile_channels, of_block] : kTiles) {
-      consider(tile_tokens, tile_channels, ceil_div(m, tile_tokens), ceil_div(n, tile_channels * kSharing),
-               int64_t{k_blocks} * of_block);
+    for (const auto& [tile_tokens, tile_channels, of_block, end] : kTiles) {
+      consider(tile_tokens, tile_channels, ceil_div(m, tile_tokens), ceil_div(n, tile_channels * kSharing), k_blocks,
+               of_block, end);
     }
   }
   constexpr int64_t tiles() const { return int64_t{token_tiles} * channel_pairs; }
@@ -262,22 +273,31 @@ struct ManyShape {
   static constexpr ManyShape split(int64_t m, int64_t n, int k_blocks) {
     ManyShape shape;
     shape.splits_k = true;
-    for (const auto& [tile_tokens, tile_channels, of_block, exchange] : kSplitTiles) {
+    for (const auto& [tile_tokens, tile_channels, of_block, end] : kSplitTiles) {
       shape.consider(tile_tokens, tile_channels, ceil_div(m, tile_tokens), ceil_div(n, tile_channels),
-                     ceil_div(k_blocks, kSharing) * of_block + exchange);
+                     ceil_div(k_blocks, kSharing), of_block, end);
     }
     return shape;
   }
 
  private:
-  // Takes the tile if it is the fastest so far. of_tile: ns, without its end.
-  constexpr void consider(int tile_tokens, int tile_channels, int64_t down, int64_t pairs, int64_t of_tile) {
-    const int64_t takes = ceil_div(down * pairs, kManyClusters) * (of_tile + kEnd) + kStart;
+  // Takes the tile if it is the fastest so far. of_block: ns of each of a block's k-blocks; end: behind them.
+  constexpr void consider(int tile_tokens, int tile_channels, int64_t down, int64_t pairs, int64_t k_blocks,
+                          int64_t of_block, int64_t end) {
+    const int64_t tiles = down * pairs;
+    const int64_t rounds = ceil_div(tiles, kManyClusters);
+    const int64_t ends = rounds * end + kStart;
+    const int64_t whole = rounds * k_blocks * of_block + ends;
+    const int64_t shared =
+        tiles * k_blocks * of_block / kManyClusters + ends + handover_time(tile_tokens, tile_channels);
+    const bool may_share = tiles > kManyClusters && k_blocks >= kLeastShared;
+    const int64_t takes = may_share ? std::min(whole, shared) : whole;
     if (tokens != 0 && takes >= time) return;
     tokens = tile_tokens;
     channels = tile_channels;
     token_tiles = static_cast<int>(down);
     channel_pairs = static_cast<int>(pairs);
+    shares = takes < whole;
     time = takes;
   }
 };
