@@ -10,9 +10,11 @@ copied where K or the distance of its rows is no multiple of 8, and "auto" does 
 
 More tokens, compute capability 9.0 (engines "gemm", "gemm_split" and "gemm_many"): weights are rounded once to x's dtype
 and multiplied on its tensor cores. "gemm" cuts K; the others make a weight for up to 256 tokens at a time, "gemm_split" by
-blocks that divide K in two, for narrow layers. "auto" goes from one to the next at 64 to 1,024 tokens and beyond, numbers
-that N, K and the kind of weight decide (`octofuse.explain` tells). They need N to be a multiple of 8, with zero points of
-16; N is free where a row is one group (of one plane). x is copied where its rows do not start at multiples of 16 bytes.
+blocks that divide K in two, for narrow layers. Where their tiles do not fill whole rounds, blocks share the rest, a sum
+begun by one and ended by another, through up to 17 MB of scratch memory; no bit depends on it. "auto" goes from one to the
+next at 64 to 1,024 tokens and beyond, numbers that N, K and the kind of weight decide (`octofuse.explain` tells). They
+need N to be a multiple of 8, with zero points of 16; N is free where a row is one group (of one plane). x is copied where
+its rows do not start at multiples of 16 bytes.
 
 int8 activations: by "gemv_int8" as they are, exactly; by others as numbers of the scale's dtype, which hold them (a copy).
 Beside a weight that is its rows' scales times integers of 8 bits (uniform codes of 2 and more bits, one scale for each row,
@@ -22,9 +24,9 @@ the zero 2^(bits - 1); `two_level_linear`) they are multiplied as int8: sums are
 On CPUs (engine "cpu", groups of whole multiples of 32 columns) codes become fp32 in registers, for one token, or in the
 first-level cache; sums are in fp32, in an order of K alone. Beside int8 x integers become int8, 64 rows at a time.
 
-All other calls (engine "dequantized": more than 256 tokens where N <= 1,920 and K > 1,920, more than 1,024 against 4 or
-more planes, fp32 activations on a GPU, other chips, groups other than 32, 64 and 128 times a power of two) multiply a
-weight that is dequantised for the call. `octofuse.explain` says which engine takes a call.
+All other calls (engine "dequantized": more than 768 tokens, mostly 1,024, where N is about 1,024 to 1,920 and K > 1,920,
+more than 1,024 against 4 or more planes, fp32 activations on a GPU, other chips, groups other than 32, 64 and 128 times a
+power of two) multiply a weight that is dequantised for the call. `octofuse.explain` says which engine takes a call.
 """
 
 from __future__ import annotations
