@@ -73,8 +73,8 @@ struct LowbitDecision {
   std::vector<std::pair<std::string, std::string>> declined;  // engine, reason
 };
 
-// How an engine for many tokens cuts the outputs: its blocks' tile, the blocks that divide K, and whether clusters share
-// the tiles that are left over behind whole rounds. Other engines: no tokens.
+// How an engine for many tokens cuts the outputs: its blocks' tile, the blocks that divide K, and whether clusters
+// share the tiles that are left over behind whole rounds. Other engines: no tokens.
 struct LowbitTile {
   int tokens = 0, channels = 0, split = 1;
   bool shares = false;
