@@ -26,8 +26,7 @@ def lowbit_block_cases() -> int:
 
 
 def many_token_cases() -> int:
-    """gemm_many's blocks: several tiles of 256 x 128, 128 x 192 and 192 x 128 (tokens, channels), one of 128 x 256;
-    gemm_split's."""
+    """gemm_many's blocks: tiles of 256 x 128, 128 x 192, 192 x 128 and 128 x 128 (tokens, channels); gemm_split's."""
     return _tile_cases(
         (10240, 256, 640, "gemm_many"),
         (10240, 256, 777, "gemm_many"),

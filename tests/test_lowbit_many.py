@@ -23,19 +23,8 @@ KINDS += [("sparse12", 7, False), ("codebook", 4, False), ("float8", 8, False)]
 # Each tile of gemm_many, one round of them and more, and less than a tile.
 MANY = [(208, 104), (1600, 2176), (4352, 1600), (10240, 256), (3584, 320), (8704, 1024)]
 # Of 1,111 tokens, with tiles that are not full.
-PARTS = [
-    (0, 1111),
-    (0, 1),
-    (5, 105),
-    (0, 128),
-    (2, 131),
-    (100, 292),
-    (9, 209),
-    (1, 257),
-    (200, 584),
-    (300, 600),
-    (3, 643),
-]
+PARTS = [(0, 1111), (0, 1), (5, 105), (0, 128), (2, 131), (100, 292), (9, 209), (1, 257), (200, 584), (300, 600),
+         (3, 643)]  # fmt: skip
 
 
 ENGINES = ("gemm_many", "gemm_split")

@@ -105,6 +105,14 @@ def test_every_m_has_a_kernel_that_holds_it() -> None:
                 assert m <= int(chosen.split("/")[1].split("x")[0])
 
 
+@needs_80
+@needs_90a
+@pytest.mark.parametrize("m", [1, 33, 300, 1000])
+def test_cutlass_means_wgmma_where_that_runs(m: int) -> None:
+    """Numbers of tokens at which its tiles were not swept too."""
+    assert select(m=m, engine="cutlass")["chosen"].startswith("cutlass_sm90/")
+
+
 @needs_90a
 @pytest.mark.parametrize("bandwidth", [3352, 4917])  # an H100's and an H200's
 def test_kernels_that_were_measured_come_before_mma(bandwidth: float) -> None:
