@@ -26,28 +26,30 @@ def lowbit_block_cases() -> int:
 
 
 def many_token_cases() -> int:
-    """gemm_many's blocks: tiles of 256 x 128, 128 x 192, 192 x 128 and 128 x 128 (tokens, channels); gemm_split's."""
+    """gemm_many's blocks: tiles of 256 x 128, 128 x 192, 192 x 128, 128 x 256 and 128 x 128 (tokens, channels);
+    gemm_split's: 128 x 128, 128 x 192 and 192 x 128."""
     return _tile_cases(
         (10240, 256, 640, "gemm_many"),
         (10240, 256, 777, "gemm_many"),
         (4352, 512, 1111, "gemm_many"),
-        (3584, 512, 1111, "gemm_many"),
-        (4352, 512, 300, "gemm_split"),  # tiles of 128 x 128, 192 x 128 (tokens, channels) and 128 x 192
+        (8704, 256, 300, "gemm_many"),
+        (1792, 256, 100, "gemm_many"),
+        (4352, 512, 300, "gemm_split"),
         (4352, 512, 440, "gemm_split"),
-        (4352, 512, 640, "gemm_split"),
+        (6400, 512, 150, "gemm_split"),
     )
 
 
 def shared_tile_cases() -> int:
     """Tiles that clusters share: 192 x 128, 128 x 128 and 256 x 128 (tokens, channels), by blocks that divide K 192 x 128;
-    of int8 tokens 192 x 128 and 128 x 128."""
+    of int8 tokens 192 x 128."""
     count = _tile_cases(
-        (6912, 1152, 520, "gemm_many"),
+        (17152, 1024, 150, "gemm_many"),
         (8704, 2176, 300, "gemm_many"),
-        (8960, 3072, 400, "gemm_many"),
+        (12800, 2176, 400, "gemm_many"),
         (8704, 2176, 150, "gemm_split"),
     )
-    return count + _integer_cases(((9216, 4096),), (384,))
+    return count + _integer_cases(((17152, 2048),), (150,))
 
 
 def _tile_cases(*shapes: tuple[int, int, int, str]) -> int:

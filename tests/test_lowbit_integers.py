@@ -119,16 +119,23 @@ def test_blocks_that_exchange_sums_for_several_tiles() -> None:
 
 
 @pytest.mark.gpu
-def test_tiles_of_two_parts_that_blocks_share() -> None:
-    """128 x 256: a warpgroup hands the sums of both of its parts over."""
-    m, n, k = 128, 50944, 4096
-    chosen = _C.lowbit_select("uniform", 4, m, n, k, 0, False, "gemm_many", 90, 132, 232448, True)
-    assert (chosen["tile"], chosen["shares"]) == ((128, 256, 1), True)
-    weight = weight_of("uniform", 4, None, n, k, torch.float16, "cuda")
-    x, x_scale = weight.tokens(m)
-    want = weight.by_int8(x, x_scale)
-    for _ in range(5):
-        assert torch.equal(weight.multiply(x, x_scale, engine="gemm_many"), want)
+@pytest.mark.parametrize("kind", ["uniform", "two_level"])
+@pytest.mark.parametrize("k", [2048, 2176, 4096])  # an odd number of k-blocks too
+def test_few_tokens_whose_tiles_blocks_share(kind: str, k: int) -> None:
+    """Each with a part of K that another cluster has begun."""
+    group = 128 if kind == "two_level" else 0
+    found = {}
+    for m, n in itertools.product((12, 24, 40, 64), range(18432, 61440, 1024)):
+        chosen = _C.lowbit_select(kind, 4, m, n, k, group, False, "gemm_many", 90, 132, 232448, True)
+        if chosen["shares"]:
+            found.setdefault(tuple(chosen["tile"]), (m, n))
+    assert found, "no tile of few tokens is shared"
+    for m, n in found.values():
+        weight = weight_of(kind, 4, group or None, n, k, torch.float16, "cuda")
+        x, x_scale = weight.tokens(m)
+        want = weight.by_int8(x, x_scale)
+        for _ in range(5):
+            assert torch.equal(weight.multiply(x, x_scale, engine="gemm_many"), want)
 
 
 @pytest.mark.gpu

@@ -113,6 +113,7 @@ struct GemmKernel {
   uint32_t base;           // Dequantizer's
   int exchange_bytes = 0;  // of sums, between blocks that divide K
   int handover_bytes = 0;  // of a thread's sums, between clusters that share a tile
+  int stage_barriers = 0;  // bytes; 0: they do not lie in the stages
 };
 
 template <class Traits>
@@ -138,7 +139,7 @@ inline StageLayout layout_of(const GemmArgs& args, const GemmKernel& kernel, int
   layout.scales = layout.codes + kernel.channels / kTileRows * layout.tile;
   layout.zeros = layout.scales + (args.has_scales ? args.planes * scales * 2 : 0);
   const int end = layout.zeros + (args.has_zeros ? scales : 0);
-  layout.stage = static_cast<int>(round_up(end, 1024));  // the swizzle's unit
+  layout.stage = static_cast<int>(round_up(end + kernel.stage_barriers, 1024));  // the swizzle's unit
   return layout;
 }
 

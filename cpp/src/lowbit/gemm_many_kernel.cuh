@@ -10,7 +10,8 @@
 //
 //   two blocks of a cluster  have the same tokens and neighbouring channels; each copies half of the tokens to both. Or
 //                            (kSplitsK) the same tile and half of K each: they exchange sums, half of the tokens each
-//   two producer lanes       copy weights into a ring of k-blocks, tokens into one of runs, tile after tile
+//   two producer lanes       copy weights and tokens, tile after tile: k-blocks of int8 into one ring, of the others
+//                            weights into a ring of k-blocks and tokens into one of runs
 //   2 to 4 consumer          64 channels each, or two parts of 64: make the operand of a run while another is
 //   warpgroups               multiplied, then finish their outputs through shared memory, 32 tokens at a time
 #pragma once
@@ -25,8 +26,7 @@
 
 namespace octofuse::lowbit {
 
-// Of the ring of weights. Few tokens take little time: more has to be on its way.
-constexpr int weight_stages_of(int tokens) { return tokens > 64 ? 3 : 8; }
+constexpr int kWeightStages = 3;  // of two rings
 
 // A consumer warpgroup has 64 channels, or two parts of as many where four warpgroups would have no registers for the
 // sums.
@@ -37,10 +37,25 @@ constexpr int many_parts_of(int tokens, int channels) { return tokens == 128 && 
 template <LowbitFormat kFormat, int kBits, DType kType, int kTokens, int kChannels, bool kSplitsK_ = false>
 struct ManyTraits : GemmTraits<kFormat, kBits, kType, kTokens, kChannels, many_parts_of(kTokens, kChannels)> {
   static constexpr bool kSplitsK = kSplitsK_;
+  static constexpr int kWriters = kSplitsK ? 1 : kSharing;  // blocks that write to a block's tokens
   static constexpr int kConsumers = ManyTraits::kGroupThreads;
   static constexpr int kThreads = kConsumers + 128;
   static constexpr int kRegisters = kConsumers == 256 ? 232 : kConsumers == 384 ? 160 : 112;  // of a consumer
+
+  // One ring where three stages of it fit (with the most planes, two). In tiles of 256 int8 tokens
+  // five do, and two rings are still faster.
+  static constexpr int kWidth = kFormat == LowbitFormat::kPlanes ? 8 : width_of(kFormat, kBits);
+  static constexpr int kStage = kTokens * kTokenRun * ManyTraits::kRuns + kChannels * (kBlockK * kWidth / 8 + 4 * 3);
+  static constexpr int kExchange = kSplitsK ? kTokens / 4 * kConsumers * 4 : 0;
+  static constexpr int kRoom =
+      kMostShared - kBarrierBytes - ManyTraits::kTableBytes - kConsumers / 128 * kManyStagingBytes - kExchange;
+  static constexpr bool kOneRing = kTokens < 256 && kRoom / kStage >= 3;
 };
+
+template <class Traits>
+using RingsOf = std::conditional_t<Traits::kOneRing, OneRing<Traits>, TwoRings<Traits>>;
+template <class Traits>
+using ProducerOf = std::conditional_t<Traits::kOneRing, OneRingProducer<Traits>, TwoRingProducer<Traits>>;
 
 // ---- a tile ----
 
@@ -90,7 +105,7 @@ __device__ void begin_sums(const ManyWalk<Traits>& tile, const Handover<Traits>&
 
 // A tile, or a part of it, of a warpgroup that has 64 channels. channel: its first.
 template <class Traits>
-__device__ void consume_tile(const ManyArgs& args, const ManyWalk<Traits>& tile, int channel, ManyRings<Traits>& rings,
+__device__ void consume_tile(const ManyArgs& args, const ManyWalk<Traits>& tile, int channel, RingsOf<Traits>& rings,
                              const char* table, const Handover<Traits>& handover, Exchange<Traits>& exchange,
                              char* staging, int turn) {
   using Finished = std::conditional_t<Traits::kSplitsK, HalfOf<Traits>, Traits>;
@@ -114,7 +129,7 @@ __device__ void consume_tile(const ManyArgs& args, const ManyWalk<Traits>& tile,
 // The same of one that has two parts of 64.
 template <class Traits>
 __device__ void consume_two_parts(const ManyArgs& args, const ManyWalk<Traits>& tile, int channel,
-                                  ManyRings<Traits>& rings, const char* table, const Handover<Traits>& handover,
+                                  RingsOf<Traits>& rings, const char* table, const Handover<Traits>& handover,
                                   char* staging, int turn) {
   const int warpgroup = wgmma::warpgroup_of(static_cast<int>(threadIdx.x));
   const TileEnd<Traits> ends[] = {{args, tile.token, channel, warpgroup, staging},
@@ -130,14 +145,27 @@ __device__ void consume_two_parts(const ManyArgs& args, const ManyWalk<Traits>& 
   }
 }
 
+// Bytes of a block's rings.
 template <class Traits>
-__device__ void consume(const ManyArgs& args, ManyBarriers& barriers, const char* tokens, const char* weights,
-                        char* staging) {
+__host__ __device__ constexpr int ring_bytes(const ManyArgs& args) {
+  return args.layout.stages * args.layout.stage + args.token_stages * Traits::kTokenBytes;
+}
+
+// table: a codebook's.
+template <class Traits>
+__device__ void consume(const ManyArgs& args, ManyBarriers& barriers, const char* table, char* memory_of_rings) {
   wait_for_predecessors();
   const int warpgroup = wgmma::warpgroup_of(static_cast<int>(threadIdx.x));
+  char* const staging = memory_of_rings + ring_bytes<Traits>(args);
   char* const own = staging + warpgroup * kManyStagingBytes;
-  const char* const table = tokens - Traits::kTableBytes;
-  ManyRings<Traits> rings(args, barriers, tokens, weights);
+  RingsOf<Traits> rings = [&] {
+    if constexpr (Traits::kOneRing) {
+      return RingsOf<Traits>(memory_of_rings, args.layout);
+    } else {
+      return RingsOf<Traits>(args, barriers, memory_of_rings,
+                             memory_of_rings + args.token_stages * Traits::kTokenBytes);
+    }
+  }();
   Exchange<Traits> exchange(barriers, staging + Traits::kConsumers / 128 * kManyStagingBytes);
   const Handover<Traits> handover(args.handover);
   int turn = 0;
@@ -153,45 +181,34 @@ __device__ void consume(const ManyArgs& args, ManyBarriers& barriers, const char
 }
 
 template <class Traits>
-__device__ void init_barriers(const ManyArgs& args, ManyBarriers& barriers) {
-  for (int i = 0; i < args.layout.stages; ++i) {
-    barriers.weights_full[i].init(1);
-    barriers.weights_empty[i].init(Traits::kConsumers);
-  }
-  for (int i = 0; i < args.token_stages; ++i) {
-    barriers.tokens_full[i].init(1);
-    barriers.tokens_empty[i].init(Traits::kConsumers / 128 * (Traits::kSplitsK ? 1 : kSharing));
-  }
-  barriers.sums_full.init(1);
-  barriers.sums_empty.init(Traits::kConsumers / 32);
-  cutlass::arch::fence_barrier_init();
-}
-
-template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_many_kernel(const __grid_constant__ ManyArgs args) {
   extern __shared__ __align__(1024) char memory[];
-  ManyBarriers& barriers = *reinterpret_cast<ManyBarriers*>(memory);
-  char* const tokens = memory + kBarrierBytes + Traits::kTableBytes;
-  char* const weights = tokens + args.token_stages * Traits::kTokenBytes;
+  char* const table = memory;
+  ManyBarriers& barriers = *reinterpret_cast<ManyBarriers*>(memory + Traits::kTableBytes);
+  char* const rings = memory + Traits::kTableBytes + kBarrierBytes;
   const int thread = static_cast<int>(threadIdx.x);
   const bool is_producer = wgmma::warpgroup_of(thread) == Traits::kConsumers / 128;
-  if (thread == Traits::kConsumers) init_barriers<Traits>(args, barriers);
+  const ProducerOf<Traits> producer(args, barriers, rings);
+  if (thread == Traits::kConsumers) {
+    barriers.sums_full.init(1);
+    barriers.sums_empty.init(Traits::kConsumers / 32);
+    producer.init();
+  }
   if constexpr (Traits::Code::kCodebook) {
-    CodebookDequantizer<Traits::kType>::template fill<Traits::kConsumers>(
-        reinterpret_cast<uint32_t*>(tokens - Traits::kTableBytes), args.levels);
+    CodebookDequantizer<Traits::kType>::template fill<Traits::kConsumers>(reinterpret_cast<uint32_t*>(table),
+                                                                          args.levels);
   }
   __syncwarp();
   cute::cluster_sync();  // each block's barriers are there before the other one arrives at them
   launch_dependents();
   if (is_producer) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kConsumers == 256 ? 40 : 32>();
-    const ManyProducer<Traits> producer(args, barriers);
     const int warp = wgmma::warp_of(thread) - Traits::kConsumers / 32;
-    if (warp == 0 && cute::elect_one_sync()) producer.weights(weights);
-    if (warp == 1 && cute::elect_one_sync()) producer.tokens(tokens);
+    if (warp == 0 && cute::elect_one_sync()) producer.weights();
+    if (warp == 1 && cute::elect_one_sync()) producer.tokens();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters>();
-    consume<Traits>(args, barriers, tokens, weights, weights + args.layout.stages * args.layout.stage);
+    consume<Traits>(args, barriers, table, rings);
   }
   __syncwarp();
   cute::cluster_sync();  // a block may still hear from the other: it must not end first
@@ -205,6 +222,7 @@ GemmKernel many_kernel_of() {
   GemmKernel kernel = kernel_of<Traits>(reinterpret_cast<const void*>(gemm_many_kernel<Traits>), &raised);
   kernel.exchange_bytes = exchange_bytes_of<Traits>();
   kernel.handover_bytes = Handover<Traits>::kBytes;
+  kernel.stage_barriers = Traits::kOneRing ? kBarriersOfStage : 0;
   return kernel;
 }
 
@@ -223,13 +241,17 @@ inline void launch_gemm_many(const LowbitArgs& given, const GemmKernel& kernel, 
   allow_shared_memory(kernel.function, kMostShared, device, *kernel.raised);
   // Half of a tile's tokens, or of those that exist: TMA takes longer over rows outside x.
   const auto half = std::min<int64_t>(shape.tokens / kSharing, round_up(ceil_div(given.m, kSharing), kSwizzleRows));
-  ManyArgs args{gemm_args_of(given, w, kernel, 1, static_cast<int>(half), 0, is_chained(stream, device))};
-  args.layout.stages = weight_stages_of(shape.tokens);
-  const int fixed = kBarrierBytes + kernel.table_bytes + args.layout.stages * args.layout.stage +
-                    (kernel.threads / 128 - 1) * kManyStagingBytes + kernel.exchange_bytes;
-  const int token_stage = shape.tokens * kTokenRun;
+  const bool one_ring = kernel.stage_barriers > 0;
+  const int token_stage = shape.tokens * kTokenRun;  // of two rings, whose stages have a run
+  ManyArgs args{gemm_args_of(given, w, kernel, 1, static_cast<int>(half),
+                             one_ring ? shape.tokens * kBlockK * kernel.token_size : 0, is_chained(stream, device))};
+  const int room = kMostShared - kBarrierBytes - kernel.table_bytes - (kernel.threads / 128 - 1) * kManyStagingBytes -
+                   kernel.exchange_bytes;
+  args.layout.stages = one_ring ? std::min(room / args.layout.stage, kMostStages) : kWeightStages;
+  const int left = room - args.layout.stages * args.layout.stage;
+  args.token_stages = one_ring ? 0 : std::min(left / token_stage, kMostStages);
+  const int shared = kMostShared - left + args.token_stages * token_stage;
   args.k_blocks = w.k_blocks;
-  args.token_stages = std::min((kMostShared - fixed) / token_stage, kMostStages);
   args.token_tiles = shape.token_tiles;
   args.channel_pairs = shape.channel_pairs;
   args.clusters = static_cast<int>(std::min<int64_t>(device_capability(device).sm_count / kSharing, shape.tiles()));
@@ -240,8 +262,7 @@ inline void launch_gemm_many(const LowbitArgs& given, const GemmKernel& kernel, 
   }
   args.by_pieces = given.out_type == given.type && given.n % 8 == 0 && is_aligned(given.out);
   launch_kernel("lowbit_gemm_many", kernel.function, dim3(static_cast<unsigned>(args.clusters * kSharing)),
-                dim3(static_cast<unsigned>(kernel.threads)), fixed + args.token_stages * token_stage, dim3(kSharing),
-                args.chained, &args, stream);
+                dim3(static_cast<unsigned>(kernel.threads)), shared, dim3(kSharing), args.chained, &args, stream);
 }
 
 }  // namespace octofuse::lowbit

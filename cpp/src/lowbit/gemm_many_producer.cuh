@@ -3,7 +3,7 @@
 #pragma once
 
 #include "device/chain.cuh"
-#include "lowbit/gemm_args.cuh"
+#include "lowbit/gemm_many_ring.cuh"
 
 namespace octofuse::lowbit {
 
@@ -14,9 +14,9 @@ struct HandoverArgs {
   uint64_t mark;    // of this call
 };
 
-struct ManyArgs : GemmArgs {  // layout: of the weights' ring alone
+struct ManyArgs : GemmArgs {  // layout: where a block has two rings, of the weights' alone
   int k_blocks;
-  int token_stages;  // of the tokens' ring: a run each
+  int token_stages;  // of the tokens' ring, a run each; 0 where there is one ring
   int clusters;      // in all
   int token_tiles, channel_pairs;
   int shared_tiles;  // the first tiles, of which every cluster has as many k-blocks; 0: all tiles are whole
@@ -25,13 +25,14 @@ struct ManyArgs : GemmArgs {  // layout: of the weights' ring alone
 };
 
 struct ManyBarriers {
+  // Of two rings.
   FullBarrier tokens_full[kMostStages], weights_full[kMostStages];
   EmptyBarrier tokens_empty[kMostStages], weights_empty[kMostStages];
   // Where K is divided: the other block's sums are here; it has read those that it was sent.
   FullBarrier sums_full;
   EmptyBarrier sums_empty;
 };
-static_assert(sizeof(ManyBarriers) <= kBarrierBytes);
+static_assert(sizeof(ManyBarriers) <= kBarrierBytes - kBarriersOfStage);
 
 // A cluster's work in its order: tiles, or parts of them. Where tiles are left over behind whole rounds, the clusters
 // share these and the first round: cluster i has the k-blocks from cut(i) to cut(i + 1) of them all, one behind the
@@ -124,76 +125,147 @@ class ManyWalk {
   }
 };
 
-// One lane copies a block's weights, one of another warp half of the tokens, to both blocks of the cluster; where these
-// divide K, all of the tokens.
+// ---- copies ----
+
+__device__ inline void copy_box(const CUtensorMap& map, FullBarrier& full, char* to, int column, int row) {
+  constexpr auto kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  cute::SM90_TMA_LOAD_2D::copy(&map, reinterpret_cast<uint64_t*>(&full), kNormal, to, column, row);
+}
+
+// A block's weights of a k-block. full: the barrier that counts their bytes.
 template <class Traits>
-class ManyProducer {
+__device__ inline void copy_weights(const ManyArgs& args, FullBarrier& full, char* to, int k_block, int channel_tile) {
+  const StageLayout& layout = args.layout;
+  const int scales = args.groups.segments * Traits::kChannels;
+  const int channel = channel_tile * Traits::kChannels;
+  const int group = args.groups.of(k_block, 0);
+  full.arrive_and_expect_tx(static_cast<uint32_t>(Traits::kRowTiles * layout.tile +
+                                                  (args.has_scales ? args.planes * scales * 2 : 0) +
+                                                  (args.has_zeros ? scales : 0)));
+  copy_box(args.codes, full, to + layout.codes, k_block * (layout.tile / 8), channel_tile * Traits::kRowTiles);
+  if (args.has_scales) copy_box(args.scales, full, to + layout.scales, channel, group * args.planes);
+  if (args.has_zeros) copy_box(args.zeros, full, to + layout.zeros, channel, group);
+}
+
+// Half of a run of a tile's tokens, to both blocks of the cluster; where these divide K, all of it to this one.
+template <class Traits>
+__device__ inline void copy_tokens(const ManyArgs& args, FullBarrier& full, char* to, int column, int token) {
+  const int half_bytes = args.tokens_read * kTokenRun;
+  if constexpr (Traits::kSplitsK) {
+#pragma unroll
+    for (int half = 0; half < kSharing; ++half) {
+      copy_box(args.x, full, to + half * half_bytes, column, token + half * args.tokens_read);
+    }
+  } else {
+    constexpr auto kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+    const int rank = static_cast<int>(blockIdx.x) % kSharing;
+    cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&args.x, reinterpret_cast<uint64_t*>(&full), uint16_t{(1 << kSharing) - 1},
+                                           kNormal, to + rank * half_bytes, column, token + rank * args.tokens_read);
+  }
+}
+
+// ---- producers: one lane copies a block's weights, one of another warp its tokens ----
+
+template <class Traits>
+class TwoRingProducer {
   const ManyArgs& args_;
   ManyBarriers& barriers_;
+  char* tokens_;
+  char* weights_;
 
  public:
-  __device__ ManyProducer(const ManyArgs& args, ManyBarriers& barriers) : args_(args), barriers_(barriers) {}
+  __device__ TwoRingProducer(const ManyArgs& args, ManyBarriers& barriers, char* rings)
+      : args_(args), barriers_(barriers), tokens_(rings), weights_(rings + args.token_stages * Traits::kTokenBytes) {}
 
-  __device__ void weights(char* ring) const {
+  __device__ void init() const {
+    for (int i = 0; i < args_.layout.stages; ++i) {
+      barriers_.weights_full[i].init(1);
+      barriers_.weights_empty[i].init(Traits::kConsumers);
+    }
+    for (int i = 0; i < args_.token_stages; ++i) {
+      barriers_.tokens_full[i].init(1);
+      barriers_.tokens_empty[i].init(Traits::kConsumers / 128 * Traits::kWriters);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+
+  __device__ void weights() const {
     if (!args_.constant_weight) wait_for_predecessors();
-    const StageLayout& layout = args_.layout;
-    const int scales = args_.groups.segments * Traits::kChannels;
-    const auto bytes =
-        static_cast<uint32_t>(Traits::kRowTiles * layout.tile + (args_.has_scales ? args_.planes * scales * 2 : 0) +
-                              (args_.has_zeros ? scales : 0));
-    RingPosition at(0, layout.stages);
+    RingPosition at(0, args_.layout.stages);
 #pragma unroll 1
     for (ManyWalk<Traits> tile(args_); tile.valid(); tile.next()) {
-      const int channel = tile.channel_tile * Traits::kChannels;
 #pragma unroll 1
-      for (int k_block = tile.k_block; k_block < tile.k_block + tile.count; ++k_block) {
-        FullBarrier& full = barriers_.weights_full[at.slot];
-        char* const to = ring + at.slot * layout.stage;
-        const int group = args_.groups.of(k_block, 0);
+      for (int k_block = tile.k_block; k_block < tile.k_block + tile.count; ++k_block, at.next()) {
         barriers_.weights_empty[at.slot].wait(at.phase ^ 1);
-        full.arrive_and_expect_tx(bytes);
-        copy(args_.codes, full, to + layout.codes, k_block * (layout.tile / 8), tile.channel_tile * Traits::kRowTiles);
-        if (args_.has_scales) copy(args_.scales, full, to + layout.scales, channel, group * args_.planes);
-        if (args_.has_zeros) copy(args_.zeros, full, to + layout.zeros, channel, group);
-        at.next();
+        copy_weights<Traits>(args_, barriers_.weights_full[at.slot], weights_ + at.slot * args_.layout.stage, k_block,
+                             tile.channel_tile);
       }
     }
   }
 
-  __device__ void tokens(char* ring) const {
+  __device__ void tokens() const {
     wait_for_predecessors();
-    const int rank = static_cast<int>(blockIdx.x) % kSharing;
-    const int half_bytes = args_.tokens_read * kTokenRun;
     RingPosition at(0, args_.token_stages);
 #pragma unroll 1
     for (ManyWalk<Traits> tile(args_); tile.valid(); tile.next()) {
 #pragma unroll 1
-      for (int i = 0; i < tile.count * Traits::kRuns; ++i) {
-        FullBarrier& full = barriers_.tokens_full[at.slot];
+      for (int i = 0; i < tile.count * Traits::kRuns; ++i, at.next()) {
         barriers_.tokens_empty[at.slot].wait(at.phase ^ 1);
-        full.arrive_and_expect_tx(static_cast<uint32_t>(kSharing * half_bytes));
-        char* const to = ring + at.slot * Traits::kTokenBytes;
+        barriers_.tokens_full[at.slot].arrive_and_expect_tx(
+            static_cast<uint32_t>(kSharing * args_.tokens_read * kTokenRun));
         const int column = (tile.k_block * Traits::kRuns + i) * (kBlockK / Traits::kRuns);
-        if constexpr (Traits::kSplitsK) {
-#pragma unroll
-          for (int half = 0; half < kSharing; ++half) {
-            copy(args_.x, full, to + half * half_bytes, column, tile.token + half * args_.tokens_read);
-          }
-        } else {
-          cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&args_.x, reinterpret_cast<uint64_t*>(&full),
-                                                 uint16_t{(1 << kSharing) - 1}, kNormal, to + rank * half_bytes, column,
-                                                 tile.token + rank * args_.tokens_read);
-        }
-        at.next();
+        copy_tokens<Traits>(args_, barriers_.tokens_full[at.slot], tokens_ + at.slot * Traits::kTokenBytes, column,
+                            tile.token);
       }
     }
   }
+};
+
+template <class Traits>
+class OneRingProducer {
+  const ManyArgs& args_;
+  char* ring_;
+
+ public:
+  __device__ OneRingProducer(const ManyArgs& args, ManyBarriers& /*barriers*/, char* ring) : args_(args), ring_(ring) {}
+
+  __device__ void init() const {
+    init_ring(ring_, RingPlace(args_.layout), Traits::kConsumers / 128 * Traits::kWriters);
+  }
+
+  __device__ void weights() const {
+    if (!args_.constant_weight) wait_for_predecessors();
+    for_each_k_block([&](const ManyWalk<Traits>& tile, int k_block, char* stage) {
+      copy_weights<Traits>(args_, full_of(stage), stage, k_block, tile.channel_tile);
+    });
+  }
+
+  __device__ void tokens() const {
+    wait_for_predecessors();
+    for_each_k_block([&](const ManyWalk<Traits>& tile, int k_block, char* stage) {
+      full_of(stage).arrive_and_expect_tx(
+          static_cast<uint32_t>(Traits::kRuns * kSharing * args_.tokens_read * kTokenRun));
+#pragma unroll
+      for (int run = 0; run < Traits::kRuns; ++run) {
+        copy_tokens<Traits>(args_, full_of(stage), stage + run * Traits::kTokenBytes,
+                            k_block * kBlockK + run * (kBlockK / Traits::kRuns), tile.token);
+      }
+    });
+  }
 
  private:
-  static constexpr auto kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-
-  __device__ static void copy(const CUtensorMap& map, FullBarrier& full, char* to, int column, int row) {
-    cute::SM90_TMA_LOAD_2D::copy(&map, reinterpret_cast<uint64_t*>(&full), kNormal, to, column, row);
+  // f(tile, k-block, empty stage)
+  template <class F>
+  __device__ void for_each_k_block(F f) const {
+    RingPlace place(args_.layout);
+#pragma unroll 1
+    for (ManyWalk<Traits> tile(args_); tile.valid(); tile.next()) {
+#pragma unroll 1
+      for (int k_block = tile.k_block; k_block < tile.k_block + tile.count; ++k_block, place.next()) {
+        empty_of(ring_ + place.at).wait(place.phase ^ 1);
+        f(tile, k_block, ring_ + place.at);
+      }
+    }
   }
 };
 

@@ -3,12 +3,13 @@
 
 #include "lowbit/gemm_consumer.cuh"
 #include "lowbit/gemm_many_producer.cuh"
+#include "lowbit/gemm_many_ring.cuh"
 
 namespace octofuse::lowbit {
 
-// The rings as a consumer goes through them.
+// Two rings, of runs of tokens and of k-blocks of weights, as a consumer goes through them.
 template <class Traits>
-class ManyRings {
+class TwoRings {
   const ManyArgs& args_;
   ManyBarriers& barriers_;
   const char* tokens_;
@@ -17,7 +18,7 @@ class ManyRings {
   int thread_;  // of its warpgroup
 
  public:
-  __device__ ManyRings(const ManyArgs& args, ManyBarriers& barriers, const char* tokens, const char* weights)
+  __device__ TwoRings(const ManyArgs& args, ManyBarriers& barriers, const char* tokens, const char* weights)
       : args_(args),
         barriers_(barriers),
         tokens_(tokens),
@@ -54,11 +55,19 @@ class ManyRings {
   }
 };
 
+// Every warp fences its sums before products and behind them.
+template <class... Sums>
+__device__ void fence(Sums&... sums) {
+  (for_each_sum(sums, [](auto& sum) { cute::warpgroup_fence_operand(sum); }), ...);
+}
+
+// ---- two rings ----
+
 // The sums of a tile, in multiply_blocks()' form. A turn has two runs; last: the slot of a run before them, or -1. With
 // another end in the middle of a turn ptxas moved each product's descriptor from a register: 102 instructions for a
 // k-block of int8 in the place of 90.
 template <class Traits>
-__device__ void multiply_turns(Operand<Traits>& operand, ManyRings<Traits>& rings, int turns, const char* stage,
+__device__ void multiply_turns(Operand<Traits>& operand, TwoRings<Traits>& rings, int turns, const char* stage,
                                int weights, int last, uint32_t (&a)[2][4 * kProducts],
                                typename Traits::Sum (&sums)[Traits::kSums]) {
   const auto next_stage = [&] {
@@ -98,7 +107,7 @@ __device__ void multiply_turns(Operand<Traits>& operand, ManyRings<Traits>& ring
 
 // turns: k-blocks. sums: what they are added to.
 template <class Traits>
-__device__ void multiply_tile(const ManyArgs& args, const char* table, ManyRings<Traits>& rings, int turns,
+__device__ void multiply_tile(const ManyArgs& args, const char* table, TwoRings<Traits>& rings, int turns,
                               typename Traits::Sum (&sums)[Traits::kSums]) {
   Operand<Traits> operand(args, table);
   uint32_t a[2][4 * kProducts];
@@ -127,62 +136,137 @@ __device__ void multiply_tile(const ManyArgs& args, const char* table, ManyRings
   for_each_sum(sums, [](auto& sum) { cute::warpgroup_fence_operand(sum); });
 }
 
-// The same of two parts, which are multiplied in turn and share a run of tokens: of each both runs, then of the other.
+// ---- one ring ----
+
+// Two k-blocks a turn, of one run each. stage: the first one's, whose operand is made.
 template <class Traits>
-__device__ void multiply_two_parts(const ManyArgs& args, const char* table, ManyRings<Traits>& rings, int k_blocks,
+__device__ void multiply_pairs(Operand<Traits>& operand, OneRing<Traits>& ring, int turns, int stage,
+                               uint32_t (&a)[2][4 * kProducts], typename Traits::Sum (&sums)[Traits::kSums]) {
+  const auto take = [&] {
+    const int taken = ring.take();
+    operand.start(ring.memory(taken));
+    return taken;
+  };
+  int second = -1;
+#pragma unroll 1
+  while (true) {
+    const int last = second;  // the stage before
+    if constexpr (Traits::kAsksAhead) second = take();
+    multiply<Traits>(ring.tokens(stage), 0, a[0], sums);
+    if constexpr (!Traits::kAsksAhead) second = take();
+    cute::warpgroup_wait<1>();
+    ring.release(last);
+    operand.make(ring.memory(second), 0, a[1]);
+    int next = -1;
+    if (Traits::kAsksAhead && turns > 1) next = take();
+    multiply<Traits>(ring.tokens(second), 0, a[1], sums);
+    if (--turns == 0) break;
+    if constexpr (!Traits::kAsksAhead) next = take();
+    cute::warpgroup_wait<1>();
+    ring.release(stage);
+    stage = next;
+    operand.make(ring.memory(stage), 0, a[0]);
+  }
+  cute::warpgroup_wait<0>();
+  ring.release(stage);
+  ring.release(second);
+}
+
+// Two runs of a k-block a turn. stage: the first one's, of which the first run's operand is made.
+template <class Traits>
+__device__ void multiply_runs(Operand<Traits>& operand, OneRing<Traits>& ring, int k_blocks, int stage,
+                              uint32_t (&a)[2][4 * kProducts], typename Traits::Sum (&sums)[Traits::kSums]) {
+  int last = -1;  // the stage before
+#pragma unroll 1
+  while (true) {
+    const uint64_t tokens = ring.tokens(stage);
+    multiply<Traits>(tokens, 0, a[0], sums);
+    cute::warpgroup_wait<1>();
+    ring.release(last);
+    operand.make(ring.memory(stage), 1, a[1]);
+    multiply<Traits>(tokens, 1, a[1], sums);
+    last = stage;
+    if (--k_blocks == 0) break;
+    stage = ring.take();
+    operand.start(ring.memory(stage));
+    cute::warpgroup_wait<1>();
+    operand.make(ring.memory(stage), 0, a[0]);
+  }
+  cute::warpgroup_wait<0>();
+  ring.release(last);
+}
+
+// The sums of a tile, 1 k-block at least: of integers an odd one goes first here too.
+template <class Traits>
+__device__ void multiply_tile(const ManyArgs& args, const char* table, OneRing<Traits>& ring, int k_blocks,
+                              typename Traits::Sum (&sums)[Traits::kSums]) {
+  Operand<Traits> operand(args, table);
+  uint32_t a[2][4 * kProducts];
+  fence(sums);
+  const auto take = [&] {
+    const int stage = ring.take();
+    operand.start(ring.memory(stage));
+    operand.make(ring.memory(stage), 0, a[0]);
+    return stage;
+  };
+  int stage = take();
+  if constexpr (Traits::kIntegers) {
+    if (k_blocks % 2 == 1) {
+      multiply<Traits>(ring.tokens(stage), 0, a[0], sums);
+      cute::warpgroup_wait<0>();
+      ring.release(stage);
+      if (k_blocks == 1) return fence(sums);  // not a branch around the loop: in it ptxas would move descriptors again
+      stage = take();
+    }
+    multiply_pairs<Traits>(operand, ring, k_blocks / 2, stage, a, sums);
+  } else {
+    multiply_runs<Traits>(operand, ring, k_blocks, stage, a, sums);
+  }
+  fence(sums);
+}
+
+// The same of two parts, which are multiplied in turn: of one all runs, then of the other.
+template <class Traits>
+__device__ void multiply_two_parts(const ManyArgs& args, const char* table, OneRing<Traits>& ring, int k_blocks,
                                    typename Traits::Sum (&sums)[2][Traits::kSums]) {
   Operand<Traits> operand(args, table);
   uint32_t a[2][4 * kProducts];
-  const auto for_sums = [&](auto f) {
-    for_each_sum(sums[0], f);
-    for_each_sum(sums[1], f);
-  };
-  for_sums([](auto& sum) { cute::warpgroup_fence_operand(sum); });
-  int weights = rings.weight_slot();  // the slot of those that are being multiplied
-  const char* stage = rings.wait_for_weights();
-  operand.start(stage, 0);
-  operand.make(stage, 0, a[0]);
-  int first = 0;  // the slots of a k-block's first run and of its last
-  int last = -1;
+  fence(sums[0], sums[1]);
+  int stage = ring.take();
+  operand.start(ring.memory(stage), 0);
+  operand.make(ring.memory(stage), 0, a[0]);
+  int last = -1;  // the stage before
 #pragma unroll 1
   while (true) {
-    first = rings.token_slot();
-    const uint64_t tokens = rings.wait_for_tokens();
+    const uint64_t tokens = ring.tokens(stage);
     multiply<Traits>(tokens, 0, a[0], sums[0]);
-    uint64_t more_tokens = tokens;  // of the second run
     if constexpr (Traits::kRuns == 2) {
       cute::warpgroup_wait<1>();
-      if (last >= 0) rings.release_tokens(last);
-      operand.make(stage, 1, a[1]);
-      last = rings.token_slot();
-      more_tokens = rings.wait_for_tokens();
-      multiply<Traits>(more_tokens, 0, a[1], sums[0]);
-      operand.start(stage, 1);
+      ring.release(last);
+      operand.make(ring.memory(stage), 1, a[1]);
+      multiply<Traits>(tokens, 1, a[1], sums[0]);
+      operand.start(ring.memory(stage), 1);
       cute::warpgroup_wait<1>();
-      operand.make(stage, 0, a[0]);
+      operand.make(ring.memory(stage), 0, a[0]);
       multiply<Traits>(tokens, 0, a[0], sums[1]);
       cute::warpgroup_wait<1>();
     } else {
-      operand.start(stage, 1);
+      operand.start(ring.memory(stage), 1);
       cute::warpgroup_wait<1>();
-      if (last >= 0) rings.release_tokens(last);
-      last = first;
+      ring.release(last);
     }
-    operand.make(stage, Traits::kRuns - 1, a[1]);
-    multiply<Traits>(more_tokens, 0, a[1], sums[1]);
-    rings.release_weights(weights);
+    operand.make(ring.memory(stage), Traits::kRuns - 1, a[1]);
+    multiply<Traits>(tokens, Traits::kRuns - 1, a[1], sums[1]);
+    last = stage;
     if (--k_blocks == 0) break;
-    weights = rings.weight_slot();
-    stage = rings.wait_for_weights();
-    operand.start(stage, 0);
+    stage = ring.take();
+    operand.start(ring.memory(stage), 0);
     cute::warpgroup_wait<1>();
-    if constexpr (Traits::kRuns == 2) rings.release_tokens(first);
-    operand.make(stage, 0, a[0]);
+    operand.make(ring.memory(stage), 0, a[0]);
   }
   cute::warpgroup_wait<0>();
-  if constexpr (Traits::kRuns == 2) rings.release_tokens(first);
-  rings.release_tokens(last);
-  for_sums([](auto& sum) { cute::warpgroup_fence_operand(sum); });
+  ring.release(last);
+  fence(sums[0], sums[1]);
 }
 
 }  // namespace octofuse::lowbit

@@ -22,20 +22,20 @@ struct IntegerTile {
 };
 
 constexpr IntegerTile kIntegerTiles[] = {
-    {false, 16, 64, 1, 0, 2000, 120, 120},     {false, 16, 64, 2, 0, 2900, 135, 135},
-    {false, 16, 128, 1, 0, 2600, 170, 220},    {false, 16, 192, 2, 0, 3400, 220, 280},
-    {false, 32, 64, 1, 0, 2300, 130, 130},     {false, 32, 64, 2, 0, 3000, 145, 145},
-    {false, 32, 128, 1, 0, 3300, 190, 240},    {false, 32, 192, 2, 0, 3700, 280, 320},
-    {false, 64, 64, 1, 0, 3200, 150, 160},     {false, 64, 64, 2, 0, 3500, 170, 180},
-    {false, 64, 192, 2, 0, 4400, 410, 500},    {false, 128, 64, 1, 0, 6750, 180, 210},
-    {false, 128, 64, 2, 0, 6000, 190, 230},    {false, 128, 192, 2, 0, 8000, 470, 550},
-    {true, 32, 128, 1, 0, 2500, 260, 300},     {true, 32, 256, 1, 3300, 100, 390, 450},
-    {true, 64, 128, 1, 0, 3000, 300, 350},     {true, 64, 256, 1, 0, 4800, 460, 540},
-    {true, 128, 128, 1, 2000, 1600, 460, 480}, {true, 128, 128, 2, 2000, 2250, 475, 505},
-    {true, 128, 192, 1, 2000, 3700, 560, 590}, {true, 128, 192, 2, 2000, 3500, 600, 630},
-    {true, 192, 128, 1, 2000, 3300, 490, 520}, {true, 192, 128, 2, 2000, 3400, 525, 555},
-    {true, 256, 128, 1, 2000, 4150, 600, 620}, {true, 256, 128, 2, 2000, 4200, 640, 640},
-    {true, 128, 256, 1, 2000, 5800, 610, 820},
+    {false, 16, 64, 1, 700, 2450, 115, 135},   {false, 16, 64, 2, 750, 2800, 135, 145},
+    {false, 16, 128, 1, 1200, 2550, 140, 255}, {false, 16, 192, 2, 1450, 3250, 225, 430},
+    {false, 32, 64, 1, 850, 2750, 115, 135},   {false, 32, 64, 2, 800, 3000, 135, 145},
+    {false, 32, 128, 1, 1500, 3150, 145, 255}, {false, 32, 192, 2, 1550, 3700, 230, 425},
+    {false, 64, 64, 1, 500, 4050, 130, 150},   {false, 64, 64, 2, 700, 3900, 140, 155},
+    {false, 64, 192, 2, 1300, 5250, 270, 455}, {false, 128, 64, 1, 250, 6800, 175, 210},
+    {false, 128, 64, 2, 450, 5800, 185, 215},  {false, 128, 192, 2, 200, 8450, 470, 545},
+    {true, 32, 128, 1, 3650, 950, 195, 355},   {true, 32, 256, 1, 2900, 1000, 325, 560},
+    {true, 64, 128, 1, 3450, 1500, 230, 380},  {true, 64, 256, 1, 6200, 2500, 370, 650},
+    {true, 128, 128, 1, 3150, 1850, 325, 430}, {true, 128, 128, 2, 2750, 2750, 330, 435},
+    {true, 128, 192, 1, 3050, 2150, 505, 605}, {true, 128, 192, 2, 2700, 3400, 495, 600},
+    {true, 192, 128, 1, 2400, 2000, 495, 520}, {true, 192, 128, 2, 2900, 2950, 545, 550},
+    {true, 256, 128, 1, 1500, 3150, 660, 665}, {true, 256, 128, 2, 2600, 4000, 655, 655},
+    {true, 128, 256, 1, 1850, 3950, 695, 965},
 };
 
 // Which widths have all of them. The others do without most, to keep the library small.
@@ -64,8 +64,9 @@ struct IntegerChoice {
   int64_t time = std::numeric_limits<int64_t>::max();
 };
 
-// By its ns. A k-block takes as long as its products, or as its bytes: the fewer SMs read, the more each of them gets.
-constexpr IntegerChoice integer_time(const IntegerTile& tile, const LowbitProblem& problem) {
+// A tile, and whether blocks share, by its ns. A k-block takes as long as its products, or as its bytes: the fewer SMs
+// read, the more each of them gets.
+constexpr IntegerChoice integer_choice_by(const IntegerTile& tile, const LowbitProblem& problem) {
   constexpr int64_t kBytesOfSm = 32'600'000;  // a ms
   const int64_t k_blocks = ceil_div(k_blocks_of(problem.k), tile.split);
   const int64_t bytes = int64_t{tile.channels} * kBlockK * problem.bits / 8;
@@ -78,8 +79,7 @@ constexpr IntegerChoice integer_time(const IntegerTile& tile, const LowbitProble
   const int64_t rest = tiles % at_once;
   const int64_t ends = tile.start + ceil_div(tiles, at_once) * tile.round;
   const int64_t whole = ends + tiles / at_once * products(at_once) + (rest == 0 ? 0 : products(rest));
-  constexpr int kLeastTokens = 128;  // fewer were not measured
-  const bool may_share = tile.is_many && tile.tokens >= kLeastTokens && k_blocks >= ManyShape::kLeastShared;
+  const bool may_share = tile.is_many && k_blocks >= ManyShape::kLeastShared;
   if (!may_share || rest == 0 || tiles < at_once) return {tile, false, whole};
   const int64_t shared =
       ends + products(at_once) * tiles / at_once + ManyShape::handover_time(tile.tokens, tile.channels);
@@ -94,7 +94,7 @@ constexpr IntegerChoice integer_choice(const LowbitProblem& problem, bool is_man
     if (!is_many && ceil_div(problem.m, tile.tokens) > 65535) continue;  // a grid has no more blocks in z
     // K in several k-blocks for each of those that divide it.
     if (tile.split > 1 && k_blocks_of(problem.k) < 2 * tile.split) continue;
-    const IntegerChoice choice = integer_time(tile, problem);
+    const IntegerChoice choice = integer_choice_by(tile, problem);
     if (choice.time < best.time) best = choice;
   }
   return best;

@@ -152,7 +152,7 @@ constexpr int kFewChannels = 64 * 66;  // 66 tiles of 64 channels, two blocks ea
 
 // Which widths have all kinds of blocks. The others do without the largest ones, to keep the library small.
 constexpr bool has_every_block(LowbitFormat format, int bits) {
-  const bool common = bits == 8 || (bits >= 2 && bits <= 4);
+  const bool common = bits == 8 || bits <= 4;
   return format == LowbitFormat::kPlanes || format == LowbitFormat::kCodebook || format == LowbitFormat::kFloat8 ||
          (format == LowbitFormat::kUniform && common);
 }
@@ -246,18 +246,18 @@ struct ManyShape {
 
   // Tokens, channels, and ns: of a k-block, and of a tile behind its k-blocks, of blocks that divide K with their
   // exchange of sums.
-  static constexpr int kTiles[][4] = {{128, 128, 800, 1800},
-                                      {128, 192, 1060, 3300},
-                                      {192, 128, 990, 3000},
-                                      {256, 128, 1310, 4000},
-                                      {128, 256, 1470, 4600}};
-  static constexpr int kSplitTiles[][4] = {{128, 128, 820, 2800}, {128, 192, 1120, 3600}, {192, 128, 1070, 3100}};
-  static constexpr int kStart = 1000;     // ns: of the kernel
+  static constexpr int kTiles[][4] = {{128, 128, 730, 1640},
+                                      {128, 192, 1040, 2070},
+                                      {192, 128, 1030, 1610},
+                                      {256, 128, 1390, 1980},
+                                      {128, 256, 1500, 2920}};
+  static constexpr int kSplitTiles[][4] = {{128, 128, 750, 2550}, {128, 192, 1060, 2380}, {192, 128, 1040, 2500}};
+  static constexpr int kStart = 2000;     // ns: of the kernel
   static constexpr int kLeastShared = 8;  // k-blocks of a block's tile, of which clusters may share some
 
   // ns in which a cluster gets another's sums of a tile and gives its own to a third: the bytes of all through L2.
   static constexpr int64_t handover_time(int tile_tokens, int tile_channels) {
-    return int64_t{tile_tokens} * tile_channels / 4;
+    return 1500 + int64_t{tile_tokens} * tile_channels / 4;
   }
 
   constexpr ManyShape() = default;
