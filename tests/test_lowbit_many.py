@@ -127,7 +127,7 @@ def test_many_tokens_in_a_chain(constant_weight: bool, engine: str) -> None:
 def shared() -> dict[tuple[str, ...], tuple[int, int, int]]:
     """Engines and tiles that clusters share: the smallest M, N and K for each where 64 tokens have whole tiles."""
     found: dict[tuple[str, ...], tuple[int, int, int]] = {}
-    shapes = list(itertools.product((150, 200, 300, 400, 520, 777), (1792, 6912, 8704, 8960, 9216), (1152, 2176, 3072)))
+    shapes = list(itertools.product((150, 200, 300, 400, 520, 777), (1792, 6912, 8704, 9216, 12800, 17152), (1152, 2176, 3072)))
     for engine in ENGINES:
         for m, n, k in sorted(shapes, key=lambda shape: shape[0] * shape[1] * shape[2]):
             chosen = tile_of(engine, m, n, k)
@@ -158,7 +158,7 @@ def test_tiles_that_blocks_share(tile: tuple[str, ...], kind: str, bits: int) ->
 
 def test_calls_that_share_tiles_meet() -> None:
     """In a graph that is run again and again, and on two streams at once, nobody takes another call's sums."""
-    assert len(SHARED) >= 7, "most tiles are shared somewhere"
+    assert len(SHARED) >= 6, "most tiles are shared somewhere"
     for engine in ENGINES:
         m, n, k = next(shape for tile, shape in SHARED.items() if tile[0] == engine)
         weights = [Weight("uniform", 4, 128, n, k, False, torch.float16) for _ in range(2)]
