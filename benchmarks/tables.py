@@ -301,6 +301,19 @@ def outcome(tool: dict[str, Any]) -> str:
     return str(tool["summary"]) if note is None else f"{tool['summary']}; {note}"
 
 
+def distill() -> str:
+    """What the perplexity loses, before training, after all at once and by blocks."""
+    found: dict[str, dict[str, list[str]]] = {}
+    schemes: list[str] = []
+    for row in result("h200/distill")["rows"]:
+        if row["scheme"] not in schemes:
+            schemes.append(row["scheme"])
+        cell = found.setdefault(row["model"], {}).setdefault(row["scheme"], [f"+{row['loss before, %']:.1f} % ->"])
+        cell.append(f"{row['loss after, %']:+.1f}" if len(cell) == 1 else f"({row['loss after, %']:+.1f})")
+    rows = [(model, *(" ".join(cells[scheme]) for scheme in schemes)) for model, cells in found.items()]
+    return lines(("model", *schemes), rows)
+
+
 def files() -> str:
     """Loading a model: seconds and memory."""
     rows = []
@@ -313,7 +326,7 @@ def files() -> str:
 def versions() -> str:
     found = result("h200/gemm")
     names = ("tests", "peers", "gemm", "float8", "decode", "gpt2", "lowbit", "prompts", "codebook", "outliers", "files",
-             "parallel")  # fmt: skip
+             "parallel", "distill")  # fmt: skip
     ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in names]
     return (
         f"One H200, torch {found['torch']}, driver {found['driver']}, cuBLASLt {found['cublaslt']}. `cpp/` was, for "
@@ -325,7 +338,7 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         highlights, schemes, costs, peers, peer_times, beside_vllm, gemm, float8, lowbit, prompts, codebook,
-        outliers, decoders, decoder_loads, decoders_h100, decoder_loads_h100, gpt2, batches, files, cpu_avx2,
+        outliers, decoders, decoder_loads, decoders_h100, decoder_loads_h100, gpt2, batches, distill, files, cpu_avx2,
         cpu_avx512, llama_cpp, machines, tests, versions,
     )
 }  # fmt: skip

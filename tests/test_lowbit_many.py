@@ -127,7 +127,9 @@ def test_many_tokens_in_a_chain(constant_weight: bool, engine: str) -> None:
 def shared() -> dict[tuple[str, ...], tuple[int, int, int]]:
     """Engines and tiles that clusters share: the smallest M, N and K for each where 64 tokens have whole tiles."""
     found: dict[tuple[str, ...], tuple[int, int, int]] = {}
-    shapes = list(itertools.product((150, 200, 300, 400, 520, 777), (1792, 6912, 8704, 9216, 12800, 17152), (1152, 2176, 3072)))
+    shapes = list(
+        itertools.product((150, 200, 300, 400, 520, 777), (1792, 6912, 8704, 9216, 12800, 17152), (1152, 2176, 3072))
+    )
     for engine in ENGINES:
         for m, n, k in sorted(shapes, key=lambda shape: shape[0] * shape[1] * shape[2]):
             chosen = tile_of(engine, m, n, k)
