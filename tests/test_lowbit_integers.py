@@ -129,7 +129,10 @@ def test_few_tokens_whose_tiles_blocks_share(kind: str, k: int) -> None:
         chosen = _C.lowbit_select(kind, 4, m, n, k, group, False, "gemm_many", 90, 132, 232448, True)
         if chosen["shares"]:
             found.setdefault(tuple(chosen["tile"]), (m, n))
-    assert found, "no tile of few tokens is shared"
+    few = {(32, 256, 1)}
+    if kind == "two_level" and k == 4096:
+        few |= {(32, 128, 1), (64, 128, 1), (64, 256, 1)}
+    assert few <= set(found), "they are shared no longer"
     for m, n in found.values():
         weight = weight_of(kind, 4, group or None, n, k, torch.float16, "cuda")
         x, x_scale = weight.tokens(m)

@@ -1,5 +1,5 @@
 // Many tokens against low-bit weights on sm_90a, by blocks that stay and work through tiles of 128 to 256 tokens by 128
-// or 192 channels, of int8 also of 32 and 64 tokens and of 256 channels. gemm_many.cu has the kernels of fp16 and bf16,
+// to 256 channels, of int8 also of 32 and 64 tokens. gemm_many.cu has the kernels of fp16 and bf16,
 // gemm_many_integer.cu those of int8.
 //
 // gemm_kernel.cuh makes every weight again for 128 tokens, which is likely what bounds it there (cpp/README.md). Here a
@@ -10,8 +10,8 @@
 //
 //   two blocks of a cluster  have the same tokens and neighbouring channels; each copies half of the tokens to both. Or
 //                            (kSplitsK) the same tile and half of K each: they exchange sums, half of the tokens each
-//   two producer lanes       copy weights and tokens, tile after tile: k-blocks of int8 into one ring, of the others
-//                            weights into a ring of k-blocks and tokens into one of runs
+//   two producer lanes       copy weights and tokens, tile after tile: k-blocks of both into one ring or, where too few
+//                            of them fit, weights into a ring of k-blocks and tokens into one of runs
 //   2 to 4 consumer          64 channels each, or two parts of 64: make the operand of a run while another is
 //   warpgroups               multiplied, then finish their outputs through shared memory, 32 tokens at a time
 #pragma once
@@ -42,14 +42,15 @@ struct ManyTraits : GemmTraits<kFormat, kBits, kType, kTokens, kChannels, many_p
   static constexpr int kThreads = kConsumers + 128;
   static constexpr int kRegisters = kConsumers == 256 ? 232 : kConsumers == 384 ? 160 : 112;  // of a consumer
 
-  // One ring where three stages of it fit (with the most planes, two). In tiles of 256 int8 tokens
-  // five do, and two rings are still faster.
+  // One ring where three stages of it fit, about: the scales of many planes, or of groups of 32 beside 5 bits, leave
+  // two. In tiles of 256 int8 tokens five do, and two rings are still faster.
   static constexpr int kWidth = kFormat == LowbitFormat::kPlanes ? 8 : width_of(kFormat, kBits);
   static constexpr int kStage = kTokens * kTokenRun * ManyTraits::kRuns + kChannels * (kBlockK * kWidth / 8 + 4 * 3);
   static constexpr int kExchange = kSplitsK ? kTokens / 4 * kConsumers * 4 : 0;
   static constexpr int kRoom =
       kMostShared - kBarrierBytes - ManyTraits::kTableBytes - kConsumers / 128 * kManyStagingBytes - kExchange;
   static constexpr bool kOneRing = kTokens < 256 && kRoom / kStage >= 3;
+  static_assert(!kOneRing || !ManyTraits::kIntegers || kRoom / (kStage + 1024) >= 3);  // multiply_pairs() holds three
 };
 
 template <class Traits>

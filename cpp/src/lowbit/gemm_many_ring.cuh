@@ -1,6 +1,5 @@
-// One ring of stages, each a k-block's tokens and weights, as both sides go through it. gemm_many has it for int8
-// tokens but in tiles of 256. Of these and of fp16 and bf16 too few k-blocks would fit (TwoRings in
-// gemm_many_products.cuh).
+// One ring of stages, each a k-block's tokens and weights, as both sides go through it. gemm_many has it where enough
+// stages fit (ManyTraits), else a ring of weights and one of tokens (TwoRings in gemm_many_products.cuh).
 #pragma once
 
 #include "lowbit/gemm_args.cuh"

@@ -255,7 +255,8 @@ struct ManyShape {
   static constexpr int kStart = 2000;     // ns: of the kernel
   static constexpr int kLeastShared = 8;  // k-blocks of a block's tile, of which clusters may share some
 
-  // ns in which a cluster gets another's sums of a tile and gives its own to a third: the bytes of all through L2.
+  // ns in which a cluster gets another's sums of a tile and gives its own to a third: the bytes of all through L2, and
+  // a part more that begins and ends.
   static constexpr int64_t handover_time(int tile_tokens, int tile_channels) {
     return 1500 + int64_t{tile_tokens} * tile_channels / 4;
   }
