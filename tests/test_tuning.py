@@ -18,6 +18,7 @@ from octofuse import _C
 from octofuse.cli import app
 from octofuse.nn import Float8Linear, Int8Linear
 from octofuse.ops import tuning
+from octofuse.ops.measure import device_times
 from octofuse.quant import scheme_named
 
 needs_90a = pytest.mark.skipif("90a" not in str(_C.build_info()["architectures"]), reason="needs a build for 90a")
@@ -254,3 +255,22 @@ e = octofuse.explain(x, w, out_dtype={out_dtype})
 assert e.chosen == {found[0].kernel!r} and "octofuse tune" in e.why, e
 """
     subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))
+
+
+class _Timed:
+    """Stands for a captured graph: each replay takes `us` a call, and they are counted."""
+
+    def __init__(self, us: float) -> None:
+        self.us, self.count, self.graph, self.replays = us, 2, self, 0
+
+    def replay(self) -> float:
+        self.replays += 1
+        return self.us
+
+
+def test_long_calls_settle_before_they_are_timed() -> None:
+    graphs = {"short": _Timed(10.0), "long": _Timed(500.0)}
+    assert device_times(graphs, repeats=3) == {"short": 10.0, "long": 500.0}  # type: ignore[arg-type]
+    assert [graph.replays for graph in graphs.values()] == [6, 6]
+    device_times(graphs, repeats=3, settle=0.01009)  # type: ignore[arg-type]
+    assert [graph.replays - 6 for graph in graphs.values()] == [3 * (2 + 504), 3 * (2 + 10)]
