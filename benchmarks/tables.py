@@ -308,7 +308,7 @@ def distill() -> str:
     for row in result("h200/distill")["rows"]:
         if row["scheme"] not in schemes:
             schemes.append(row["scheme"])
-        cell = found.setdefault(row["model"], {}).setdefault(row["scheme"], [f"+{row['loss before, %']:.1f} % ->"])
+        cell = found.setdefault(row["model"], {}).setdefault(row["scheme"], [f"{row['loss before, %']:+.1f} % ->"])
         cell.append(f"{row['loss after, %']:+.1f}" if len(cell) == 1 else f"({row['loss after, %']:+.1f})")
     rows = [(model, *(" ".join(cells[scheme]) for scheme in schemes)) for model, cells in found.items()]
     return lines(("model", *schemes), rows)

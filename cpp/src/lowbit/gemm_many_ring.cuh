@@ -8,7 +8,7 @@ namespace octofuse::lowbit {
 
 // A stage's barriers stand in the 16 bytes in front of it, so that one number, which grows from stage to stage, finds
 // all of it: a k-block of 4 bits takes 75 instructions of a warp, with two rings, found by slots, 87. (With one barrier
-// for weights and one for tokens it takes 88, and as long as before.)
+// for weights and one for tokens it takes 88, and tiles 1 to 13 % longer.)
 constexpr int kBarriersOfStage = 16;  // bytes
 __device__ inline FullBarrier& full_of(char* stage) { return *reinterpret_cast<FullBarrier*>(stage - 16); }
 __device__ inline EmptyBarrier& empty_of(char* stage) { return *reinterpret_cast<EmptyBarrier*>(stage - 8); }

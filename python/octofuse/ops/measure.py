@@ -63,7 +63,7 @@ def device_times(graphs: Mapping[str, Captured], *, repeats: int = 25, settle: f
     Replays take turns in changing order, so that a drifting clock drifts for all alike, and each that counts follows one
     of its own, or as many as fill `settle` seconds: under a power limit a kernel runs faster behind one that spares the
     card. With either alone the same kernel differed by 4 to 15 % in two columns. Where the limit decides, replays of a few
-    ms still have the clock that the kernels before them left: 8192 x 8192 x 8192 in fp16 and w4a16 (H200, 690 W) took 4 %
+    ms still have the clock that the kernels before them left: kernels for 8192 x 8192 x 8192 (H200, 690 W) took from 5 %
     less to 5 % more behind one replay than behind 0.2 s of them.
     """
     times: dict[str, list[float]] = {name: [] for name in graphs}
