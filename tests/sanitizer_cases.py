@@ -286,14 +286,18 @@ def many_sequences_cases() -> int:
 
 
 def outlier_cases() -> int:
-    """LLM.int8(): few tokens and many, more columns than are gathered, ragged sizes."""
+    """LLM.int8(): marked rows; gathered columns in all forms of kernels, more than are gathered; ragged sizes."""
     count = 0
     for m, n, k, columns in (
         (1, 64, 128, 3),
+        (2, 70, 1000, 20),
         (3, 70, 97, 9),
+        (20, 200, 640, 200),
         (5, 33, 264, 0),
         (40, 65, 2056, 300),
         (130, 200, 1000, 7),
+        (600, 4096, 384, 70),
+        (600, 4096, 640, 270),
     ):
         x = torch.randn(m, k).clamp(-5, 5)
         x[:, torch.randperm(k)[:columns]] *= 20

@@ -213,6 +213,7 @@ void bind_gemm(py::module_& module) {
     fields["LinearCall"] = LinearFields::names();
     fields["RowLinearCall"] = RowLinearFields::names();
     fields["LowbitCall"] = LowbitFields::names();
+    fields["OutlierCall"] = OutlierFields::names();
     fields["RowsCall"] = RowsFields::names();
     fields["Col32Call"] = Col32Fields::names();
     fields["AttendCall"] = AttendFields::names();

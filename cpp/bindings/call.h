@@ -26,6 +26,9 @@ namespace py = pybind11;
   X(norm) X(norm_weight) X(norm_bias) X(eps) X(bias) X(activation) X(residual) \
   X(out_scale) X(engine) X(constant_weight) X(gated) X(zero_point) X(levels) X(group_scale)
 
+#define OCTOFUSE_OUTLIER_FIELDS(X) \
+  X(x) X(w) X(w_scale) X(bias) X(threshold) X(activation) X(residual) X(constant_weight)
+
 #define OCTOFUSE_ROWS_FIELDS(X) \
   X(x) X(op) X(residual) X(weight) X(bias) X(eps) X(activation) X(quantize) X(scale) \
   X(constants) X(order) X(q_dtype) X(q_block) X(of_part)
@@ -67,6 +70,7 @@ namespace py = pybind11;
 OCTOFUSE_CALL(LinearFields, OCTOFUSE_LINEAR_FIELDS)
 OCTOFUSE_CALL(RowLinearFields, OCTOFUSE_ROW_LINEAR_FIELDS)
 OCTOFUSE_CALL(LowbitFields, OCTOFUSE_LOWBIT_FIELDS)
+OCTOFUSE_CALL(OutlierFields, OCTOFUSE_OUTLIER_FIELDS)
 OCTOFUSE_CALL(RowsFields, OCTOFUSE_ROWS_FIELDS)
 OCTOFUSE_CALL(Col32Fields, OCTOFUSE_COL32_FIELDS)
 OCTOFUSE_CALL(AttendFields, OCTOFUSE_ATTEND_FIELDS)

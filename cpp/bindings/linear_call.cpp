@@ -194,6 +194,7 @@ GemmProblem problem_of(const LinearCall& call) {
   problem.ldo = args.ldo;
   problem.arithmetic = arithmetic_of(args);
   problem.block_scales = args.w_blocks.data != nullptr;
+  problem.outliers = args.outliers.kind();
   problem.out_aligned = reinterpret_cast<uintptr_t>(args.out) % 16 == 0;
   const Activation activation = args.epilogue.activation;
   problem.double_activation =

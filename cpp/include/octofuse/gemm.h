@@ -2,6 +2,7 @@
 //
 //   acc[m,n] = sum_k x[m,k] * w[n,k]                        int8: int32, exact; float8: fp32, see Arithmetic
 //   t = float(acc) * w_scale[n] * x_scale[m] + bias[n]; t = act(t); t = t + residual[m,n]
+//   with OutlierColumns the sum of their products is added to float(acc) * x_scale[m], which then is scaled by w_scale
 //   out = round(t)  or, for int8,  clamp(rne(t * (1 / out_scale)), clamp_low, 127); for e4m3 rne, at most 448
 //
 // src/epilogue/EPILOGUES.md holds the formula's every rounding.
@@ -31,6 +32,9 @@ enum class Arithmetic : int8_t {
   kE5M2,        // x in e5m2, w in e4m3; else as kFloat8
 };
 
+// Columns that are multiplied in floating point beside the int8 product (OutlierColumns): none, gathered or marked.
+enum class Outliers : int8_t { kNone, kGathered, kMarked };
+
 // What select() may look at: the shape and the kind of output, never a pointer or a value.
 struct GemmProblem {
   int64_t m = 0, n = 0, k = 0;
@@ -41,6 +45,7 @@ struct GemmProblem {
   bool double_activation = false;  // fp32 output through gelu, gelu_tanh or silu
   Arithmetic arithmetic = Arithmetic::kInt8;
   bool block_scales = false;
+  Outliers outliers = Outliers::kNone;
 };
 
 // One kernel that could serve: an engine, one of its tiles and how its blocks share the work. None of it changes a bit
@@ -118,6 +123,33 @@ struct EpilogueArgs {
   int clamp_low = -127;  // -128 for the raw requantisation of i8i8_matmul
 };
 
+// LLM.int8(): columns of x and w whose products, in floating point, are added to those of int8. Which columns they are
+// is known on the device alone. They are gathered, and zero in the int8 x; or, for few tokens, every row has marks of
+// its own outliers, which alone are zero there, and a kernel takes the rest of a column's values back.
+struct OutlierColumns {
+  DType type = DType::kFloat16;  // of x and of what is gathered: fp16 or bf16
+  const void* x = nullptr;       // [m, k], row stride ldx
+  int64_t ldx = 0;
+  const int8_t* w = nullptr;  // [n, k], row stride ldw
+  int64_t ldw = 0;
+  // Gathered: how many columns, and which, ascending; the first kMostGathered of them side by side, [m, kMostGathered]
+  // and [n, kMostGathered], zeros behind the last up to a multiple of kOutlierBlock. Of more columns the others are
+  // read where they lie.
+  const int* count = nullptr;
+  const int* columns = nullptr;
+  const void* x_gathered = nullptr;
+  const void* w_gathered = nullptr;
+  // Marked: a bit for each column of each row, [m, words_of_marks(k)].
+  const uint32_t* marks = nullptr;
+
+  Outliers kind() const {
+    return marks != nullptr ? Outliers::kMarked : count != nullptr ? Outliers::kGathered : Outliers::kNone;
+  }
+};
+constexpr int64_t words_of_marks(int64_t k) { return (k + 31) / 32; }
+constexpr int kMostGathered = 256;
+constexpr int kOutlierBlock = 64;  // 128 bytes
+
 struct GemmArgs {
   int64_t m = 0, n = 0, k = 0;
   const int8_t* x = nullptr;  // [M, K], row stride ldx; the bytes of float8, too
@@ -131,6 +163,7 @@ struct GemmArgs {
   DType x_type = DType::kInt8, w_type = DType::kInt8;
   bool fast_accumulate = false;    // of e4m3
   BlockScales x_blocks, w_blocks;  // of float8, both or none; with them the epilogue's scales are 1
+  OutlierColumns outliers;         // of int8 with an output of their type, neither asymmetric nor requantised
   EpilogueArgs epilogue;
   // Nothing in flight on the stream writes w, w_scale, bias or w_sum: in a captured chain they may be read before the
   // kernel's predecessor has finished.

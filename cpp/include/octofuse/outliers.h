@@ -13,20 +13,28 @@
 namespace octofuse {
 
 struct OutlierArgs {
-  DType type = DType::kFloat16;  // of x and out: fp16 or bf16
+  DType type = DType::kFloat16;  // of x: fp16 or bf16
   const void* x = nullptr;       // [m, k], row stride ldx
   int64_t m = 0, n = 0, k = 0, ldx = 0;
   float threshold = 6.0F;
   int8_t* q = nullptr;        // [m, k], contiguous
   float* scales = nullptr;    // [m]
-  uint32_t* mask = nullptr;   // [ceil(k / 32)], a bit for each column with an outlier: outlier_product()'s own
   const int8_t* w = nullptr;  // [n, k], contiguous
-  ScaleView w_scale;
-  void* out = nullptr;  // [m, n], contiguous
 };
 
 // q and scales: each row quantised as by row_pass(), but its outliers do not count for its scale, and columns with an
-// outlier in any row are zero in every row. out = x * (w_scale * w)^T over these columns, summed in fp32, rounded once.
-void outlier_product(const OutlierArgs& args, int device, Stream stream, const Allocator& allocate);
+// outlier in any row are zero in every row. Returns these columns, gathered in scratch memory.
+OutlierColumns gather_outliers(const OutlierArgs& args, int device, Stream stream, const Allocator& allocate);
+
+// The same for few rows, but that a row's q is zero at its own outliers alone, which are marked.
+OutlierColumns mark_outliers(const OutlierArgs& args, int device, Stream stream, const Allocator& allocate);
+
+// What the device's int8 kernels take of m rows as GemmArgs::outliers.
+Outliers outliers_of_kernels(int64_t m, int device);
+
+// For other kernels: out [m, n], contiguous, in x's type, x * (w_scale * w)^T over the columns that are gathered,
+// summed in fp32, rounded once.
+void outlier_product(const OutlierArgs& args, const OutlierColumns& columns, const ScaleView& w_scale, void* out,
+                     int device, Stream stream);
 
 }  // namespace octofuse

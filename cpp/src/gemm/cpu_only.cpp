@@ -50,7 +50,10 @@ void run_row_linear(const RowPassArgs&, bool, const GemmArgs&, const GemmProblem
   absent();
 }
 void row_pass(const RowPassArgs&, int, Stream) { absent(); }
-void outlier_product(const OutlierArgs&, int, Stream, const Allocator&) { absent(); }
+OutlierColumns gather_outliers(const OutlierArgs&, int, Stream, const Allocator&) { absent(); }
+OutlierColumns mark_outliers(const OutlierArgs&, int, Stream, const Allocator&) { absent(); }
+Outliers outliers_of_kernels(int64_t, int) { return Outliers::kNone; }
+void outlier_product(const OutlierArgs&, const OutlierColumns&, const ScaleView&, void*, int, Stream) { absent(); }
 void gather(const GatherArgs&, int, Stream) { absent(); }
 bool gathers_bulk(const GatherArgs&) { return false; }
 int64_t most_gathered_columns(bool, bool, int) { return 0; }

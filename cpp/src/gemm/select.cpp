@@ -6,6 +6,7 @@
 #include "gemm/candidates.h"
 #include "gemm/skinny/one_token.h"
 #include "gemm/skinny/tiles.h"
+#include "gemm/wgmma/tiles.h"
 #include "octofuse/error.h"
 #include "octofuse/gemm.h"
 
@@ -74,6 +75,17 @@ const char* why_not_wgmma(const GemmProblem& problem, const Capability& capabili
   return nullptr;
 }
 
+const char* why_not_outliers(const Candidate& candidate, const GemmProblem& problem) {
+  if (problem.outliers == Outliers::kNone) return nullptr;
+  if (problem.outliers == Outliers::kMarked) {
+    const bool takes = candidate.engine == Engine::kSkinny && candidate.tile < skinny::kGemvTiles;
+    return takes ? nullptr : "it takes no rows with marked outliers";
+  }
+  if (candidate.engine != Engine::kWgmma) return "it multiplies no columns with outliers";
+  if (candidate.split > 1) return "it multiplies no columns with outliers where blocks share K";
+  return wgmma::kTiles[candidate.tile].takes_outliers ? nullptr : "its tile has no kernel for columns with outliers";
+}
+
 const char* why_not_arithmetic(const Candidate& candidate, Arithmetic asked) {
   if (candidate.arithmetic == asked || candidate.engine == Engine::kCublasLt) return nullptr;
   switch (candidate.arithmetic) {
@@ -90,6 +102,7 @@ const char* why_not_arithmetic(const Candidate& candidate, Arithmetic asked) {
 
 const char* why_not(const Candidate& candidate, const GemmProblem& problem, const Capability& capability) {
   if (const char* reason = why_not_arithmetic(candidate, problem.arithmetic)) return reason;
+  if (const char* reason = why_not_outliers(candidate, problem)) return reason;
   switch (candidate.engine) {
     case Engine::kSkinny:
       return why_not_skinny(candidate, problem, capability);
@@ -167,7 +180,8 @@ const Candidate* measured(const GemmProblem& problem, const Capability& capabili
 
 // What select() reads of a problem and of a capability.
 auto fields(const GemmProblem& p) {
-  return std::tie(p.m, p.n, p.k, p.out, p.raw, p.ldo, p.out_aligned, p.double_activation, p.arithmetic, p.block_scales);
+  return std::tie(p.m, p.n, p.k, p.out, p.raw, p.ldo, p.out_aligned, p.double_activation, p.arithmetic, p.block_scales,
+                  p.outliers);
 }
 
 auto fields(const Capability& c) {

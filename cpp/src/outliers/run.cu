@@ -1,4 +1,4 @@
-// Few tokens take one kernel in front of the int8 product; more take three: quantise, gather, multiply.
+// Which kernels find outliers: one that marks them, or two that gather their columns.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -6,18 +6,16 @@
 #include "device/align.h"
 #include "device/launch.h"
 #include "octofuse/device.h"
-#include "octofuse/error.h"
-#include "outliers/few.cuh"
+#include "octofuse/outliers.h"
+#include "outliers/gather.cuh"
+#include "outliers/mark.cuh"
 #include "outliers/product.cuh"
-#include "outliers/quantize.cuh"
 
 namespace octofuse {
 namespace outliers {
 namespace {
 
-constexpr int kKept = 4;  // packs of a thread
-
-unsigned blocks(int64_t extent, int of_block) { return static_cast<unsigned>(ceil_div(extent, of_block)); }
+unsigned blocks(int64_t extent, int64_t of_block) { return static_cast<unsigned>(ceil_div(extent, of_block)); }
 
 template <class Args>
 void launch(const char* name, void (*kernel)(Args), dim3 grid, int threads, bool chained, Args args,
@@ -26,48 +24,108 @@ void launch(const char* name, void (*kernel)(Args), dim3 grid, int threads, bool
                 chained, &args, stream);
 }
 
-template <class T>
-auto quantize_kernel_for(int64_t k, bool wide) {
-  if (!wide || k > int64_t{kThreads} * kPack * 2 * kKept) return quantize_kernel<T, 0>;
-  return k > int64_t{kThreads} * kPack * kKept ? quantize_kernel<T, 2 * kKept> : quantize_kernel<T, kKept>;
+bool is_wide(const OutlierArgs& args) {
+  return args.k % kPack == 0 && args.ldx % kPack == 0 && is_aligned(args.x) && is_aligned(args.q, kPack);
+}
+
+OutlierColumns operands_of(const OutlierArgs& args) {
+  OutlierColumns columns;
+  columns.type = args.type;
+  columns.x = args.x;
+  columns.ldx = args.ldx;
+  columns.w = args.w;
+  columns.ldw = args.k;
+  return columns;
 }
 
 template <class T>
-void run(OutlierArgs given, int device, cudaStream_t stream, const Allocator& allocate) {
-  const bool wide = given.k % kPack == 0 && given.ldx % kPack == 0 && is_aligned(given.x) && is_aligned(given.q, kPack);
-  if (given.m <= kFewTokens) {
-    const auto most = static_cast<unsigned>(device_capability(device).sm_count);
-    return launch("outliers_few", wide ? few_kernel<T, true> : few_kernel<T, false>,
-                  dim3(std::min(blocks(given.n, kFewChannels), most)), kFewThreads, is_chained(stream, device), given,
-                  stream);
-  }
-  const auto words = static_cast<size_t>(ceil_div(given.k, 32));
-  ProductArgs args{given, nullptr, nullptr, nullptr, nullptr};
-  args.of.mask = static_cast<uint32_t*>(allocate(words * 4));
-  args.x = allocate(static_cast<size_t>(kMostGathered * given.m) * sizeof(T));
-  args.w = allocate(static_cast<size_t>(kMostGathered * given.n) * sizeof(T));
-  args.columns = static_cast<int*>(allocate(static_cast<size_t>(given.k) * 4));
-  args.count = static_cast<int*>(allocate(4));
-  if (cudaMemsetAsync(args.of.mask, 0, words * 4, stream) != cudaSuccess) {
-    throw RuntimeError("outlier_product: could not clear its mask");
-  }
-  launch("outliers_quantize", quantize_kernel_for<T>(given.k, wide), dim3(static_cast<unsigned>(given.m)), kThreads,
-         false, args.of, stream);
-  launch("outliers_gather", gather_kernel<T>, dim3(blocks(given.m + given.n, kGatherRows)), kGatherThreads, false, args,
-         stream);
-  launch("outliers_product", tile_kernel<T>, dim3(blocks(given.m, kTile), blocks(given.n, kTile)), kTileThreads, false,
-         args, stream);
+OutlierColumns mark(const OutlierArgs& args, int device, cudaStream_t stream, const Allocator& allocate) {
+  constexpr int64_t kOfThread = int64_t{kMarkThreads} * kPack;
+  const auto words = static_cast<size_t>(args.m * words_of_marks(args.k));
+  auto* const marks = static_cast<uint32_t*>(allocate(words * sizeof(uint32_t)));
+  const auto kernel = !is_wide(args) || args.k > 4 * kOfThread ? mark_kernel<T, 0>
+                      : args.k > kOfThread                     ? mark_kernel<T, 4>
+                                                               : mark_kernel<T, 1>;
+  launch("outliers_mark", kernel, dim3(static_cast<unsigned>(args.m)), kMarkThreads, is_chained(stream, device),
+         MarkArgs{args, marks}, stream);
+  OutlierColumns columns = operands_of(args);
+  columns.marks = marks;
+  return columns;
+}
+
+template <class T>
+OutlierColumns gather(const OutlierArgs& args, int device, cudaStream_t stream, const Allocator& allocate) {
+  constexpr int64_t kPartColumns = 32 * kPack, kWeightRows = kThreads / 8;
+  const auto make = [&](int64_t count, size_t size) { return allocate(static_cast<size_t>(count) * size); };
+  GatherArgs gather{};
+  gather.of = args;
+  gather.to.count = static_cast<int*>(make(1, sizeof(int)));
+  gather.to.columns = static_cast<int*>(make(args.k, sizeof(int)));
+  gather.to.x = make(args.m * kMostGathered, sizeof(T));
+  gather.to.w = make(args.n * kMostGathered, sizeof(T));
+  gather.words = static_cast<int>(words_of_marks(args.k));
+  gather.parts = static_cast<int>(ceil_div(args.k, kPartColumns));
+  gather.rows_of_group = static_cast<int>(ceil_div(args.m, kRowGroups));
+  gather.masks = static_cast<uint32_t*>(make(kRowGroups * gather.words, sizeof(uint32_t)));
+  gather.largest = static_cast<uint32_t*>(make(gather.parts * args.m, sizeof(uint32_t)));
+  gather.weight_blocks = static_cast<int>(blocks(args.n, kWeightRows));
+  // A block's list of columns takes as long as some rows.
+  const int64_t slots = int64_t{4} * device_capability(device).sm_count;
+  gather.threads_of_row = args.m > 4 * slots ? 32 : args.m > slots ? 128 : kThreads;
+  const int64_t at_once = kThreads / gather.threads_of_row;
+  gather.rows_of_block = static_cast<int>(at_once * ceil_div(args.m, slots * at_once));
+  const bool wide = is_wide(args);
+  const bool chained = is_chained(stream, device);
+  launch("outliers_measure", wide ? measure_kernel<T, true> : measure_kernel<T, false>,
+         dim3(static_cast<unsigned>(gather.parts), kRowGroups), kMeasureThreads, chained, gather, stream);
+  const unsigned token_blocks = blocks(args.m, gather.rows_of_block);
+  launch("outliers_gather", wide ? gather_kernel<T, true> : gather_kernel<T, false>,
+         dim3(static_cast<unsigned>(gather.weight_blocks) + token_blocks), kThreads, chained, gather, stream);
+  OutlierColumns columns = operands_of(args);
+  columns.count = gather.to.count;
+  columns.columns = gather.to.columns;
+  columns.x_gathered = gather.to.x;
+  columns.w_gathered = gather.to.w;
+  return columns;
+}
+
+template <class T>
+void multiply(const ProductArgs& args, cudaStream_t stream) {
+  const dim3 grid(blocks(args.n, kProductChannels), std::min(blocks(args.m, kProductTokens), 65535U));
+  launch("outliers_product", product_kernel<T>, grid, kProductThreads, false, args, stream);
 }
 
 }  // namespace
 }  // namespace outliers
 
-void outlier_product(const OutlierArgs& args, int device, Stream stream, const Allocator& allocate) {
-  if (args.m == 0) return;
+Outliers outliers_of_kernels(int64_t m, int device) {
+  constexpr int64_t kMarked = 2;  // more share a weight's bytes better on tensor cores
+  const Capability& capability = device_capability(device);
+  if (capability.compute_capability != 90 || !capability.kernels_sm90a) return Outliers::kNone;
+  return m <= kMarked ? Outliers::kMarked : Outliers::kGathered;
+}
+
+OutlierColumns mark_outliers(const OutlierArgs& args, int device, Stream stream, const Allocator& allocate) {
   const DeviceGuard guard(device);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (args.type == DType::kFloat16) return outliers::run<__half>(args, device, cuda_stream, allocate);
-  outliers::run<__nv_bfloat16>(args, device, cuda_stream, allocate);
+  return args.type == DType::kFloat16 ? outliers::mark<__half>(args, device, cuda_stream, allocate)
+                                      : outliers::mark<__nv_bfloat16>(args, device, cuda_stream, allocate);
+}
+
+OutlierColumns gather_outliers(const OutlierArgs& args, int device, Stream stream, const Allocator& allocate) {
+  const DeviceGuard guard(device);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  return args.type == DType::kFloat16 ? outliers::gather<__half>(args, device, cuda_stream, allocate)
+                                      : outliers::gather<__nv_bfloat16>(args, device, cuda_stream, allocate);
+}
+
+void outlier_product(const OutlierArgs& args, const OutlierColumns& columns, const ScaleView& w_scale, void* out,
+                     int device, Stream stream) {
+  const DeviceGuard guard(device);
+  const outliers::ProductArgs product{columns, w_scale, out, static_cast<int>(args.m), static_cast<int>(args.n)};
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (args.type == DType::kFloat16) return outliers::multiply<__half>(product, cuda_stream);
+  outliers::multiply<__nv_bfloat16>(product, cuda_stream);
 }
 
 }  // namespace octofuse

@@ -89,6 +89,19 @@ class LowbitCall(NamedTuple):
     group_scale: Tensor | None = None
 
 
+class OutlierCall(NamedTuple):
+    """`llm_int8_linear`."""
+
+    x: Tensor
+    w: Tensor
+    w_scale: Scale
+    bias: Tensor | None
+    threshold: float
+    activation: str | None
+    residual: Tensor | None
+    constant_weight: bool
+
+
 class RowsCall(NamedTuple):
     """The functions of `ops.rows`; op: "layer_norm", "rms_norm", "activation", "gated_activation", "reorder" or "copy".
 
@@ -194,6 +207,7 @@ CALLS: dict[str, Any] = {
     "linear": LinearCall,
     "quantized_linear": RowLinearCall,
     "lowbit_linear": LowbitCall,
+    "outlier_linear": OutlierCall,
     "rows": RowsCall,
     "linear_col32": Col32Call,
     "attend": AttendCall,

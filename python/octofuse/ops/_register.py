@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octofuse.ops._calls import CALLS, Col32Call, LinearCall, LowbitCall, RowLinearCall, RowsCall, schema_of
+from octofuse.ops._calls import (
+    CALLS,
+    Col32Call,
+    LinearCall,
+    LowbitCall,
+    OutlierCall,
+    RowLinearCall,
+    RowsCall,
+    schema_of,
+)
 
 _LIBRARY = torch.library.Library("octofuse", "DEF")
 
@@ -21,6 +30,7 @@ SCHEMAS: dict[str, tuple[str, str]] = {
     "linear": (schema_of("linear"), "Tensor"),
     "quantized_linear": (schema_of("quantized_linear"), "Tensor"),
     "lowbit_linear": (schema_of("lowbit_linear"), "Tensor"),
+    "outlier_linear": (schema_of("outlier_linear"), "Tensor"),
     "rows": (schema_of("rows"), "Tensor[]"),
     "linear_col32": (schema_of("linear_col32"), "Tensor"),
     "i8i32_matmul": ("Tensor x, Tensor w, str engine", "Tensor"),
@@ -28,7 +38,6 @@ SCHEMAS: dict[str, tuple[str, str]] = {
     "quantize_per_tensor": ("Tensor x, Tensor scale", "Tensor"),
     "quantize_per_token": ("Tensor x", "(Tensor, Tensor)"),
     "dequantize": ("Tensor q, Tensor scale, ScalarType out_dtype", "Tensor"),
-    "outlier_product": ("Tensor x, Tensor w, Tensor w_scale, float threshold", "(Tensor, Tensor, Tensor)"),
     "to_layout": ("Tensor matrix, str layout, SymInt size, str engine", "Tensor"),
     "from_layout": ("Tensor data, str layout, SymInt rows, SymInt cols, str engine", "Tensor"),
     "quantize_col32": ("Tensor x, Tensor? scale, SymInt size", "Tensor[]"),
@@ -99,10 +108,6 @@ def _fake_quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     return _fake_quantize(x, x), x.new_empty((rows, 1), dtype=torch.float32)
 
 
-def _fake_outlier_product(x: Tensor, w: Tensor, w_scale: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
-    return *_fake_quantize_per_token(x), x.new_empty([*x.shape[:-1], w.shape[0]])
-
-
 def _fake_dequantize(q: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
     return torch.empty(q.shape, dtype=out_dtype, device=q.device)
 
@@ -122,6 +127,10 @@ def _fake_rows(call: RowsCall) -> list[Tensor]:
 
 def _fake_quantized_linear(call: RowLinearCall) -> Tensor:
     return call.x.new_empty(_shape_like(call.x, call.w, floats=True), dtype=_output_of(call))
+
+
+def _fake_outlier_linear(call: OutlierCall) -> Tensor:
+    return call.x.new_empty([*call.x.shape[:-1], call.w.shape[0]])
 
 
 def _fake_lowbit_linear(call: LowbitCall) -> Tensor:
@@ -177,7 +186,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "quantize_per_tensor": _fake_quantize,
     "quantize_per_token": _fake_quantize_per_token,
     "dequantize": _fake_dequantize,
-    "outlier_product": _fake_outlier_product,
+    "outlier_linear": _fake_outlier_linear,
     "to_layout": _fake_to_layout,
     "from_layout": _fake_from_layout,
     "quantize_col32": _fake_quantize_col32,

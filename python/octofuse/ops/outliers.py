@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from octofuse import _C
-from octofuse.ops._calls import Scale
-from octofuse.ops._guard import as_tensor, goes_direct, refuse_gradients
+from octofuse.ops._calls import OutlierCall, Scale, run
 from octofuse.ops.activations import Activation
 from octofuse.ops.gemm import i8f16_linear
 from octofuse.ops.quantize import _per_token
@@ -36,9 +35,9 @@ def llm_int8_linear(
     A column of x belongs to the outliers if |x| >= threshold anywhere in it, in any token of the call. These columns are
     multiplied as they are, by w * w_scale, with sums in fp32; a token's scale is that of its values below the threshold,
     and the rest of x goes to int8. Without an outlier the bits are those of `quantize_per_token` and `i8f16_linear`.
-    Unlike theirs, with outliers a token's bits depend on which columns the call's other tokens add. With this
-    library's kernels (see below) nothing waits for the host, whatever the number of columns, so calls can be captured in a
-    graph; many columns take longer.
+    With outliers a token's bits depend on which columns the call's other tokens add, and on whether there are more than
+    two of them. With this library's kernels (see below) nothing waits for the host, whatever the number of columns, so
+    calls can be captured in a graph; more than 256 columns take longer.
 
     Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", 2022.
 
@@ -66,39 +65,35 @@ def llm_int8_linear(
         raise TypeError(f"threshold: expected a number, got {type(threshold).__name__}")
     if 0 < threshold < SMALLEST:
         raise ValueError(f"threshold: expected at least 2^-126, fp32's smallest, got {threshold}")
-    _check_residual(residual, x, w)
-    refuse_gradients("llm_int8_linear", x=x, w=w, w_scale=w_scale)
-    if goes_direct(x, w, w_scale, bias, residual):
-        q, scales, product = _outlier_product(x, w, w_scale, threshold)
-    else:
-        scale = as_tensor("w_scale", w_scale, x)
-        q, scales, product = torch.ops.octofuse.outlier_product(x, w, scale, float(threshold))
+    call = OutlierCall(x, w, w_scale, bias, float(threshold), activation, residual, constant_weight)
+    result: Tensor = run("outlier_linear", "llm_int8_linear", call, _outlier_linear)
+    return result
+
+
+def _outlier_linear(call: OutlierCall) -> Tensor:
+    y: Tensor | None = _C.outlier_linear(call)
+    return _in_steps(call) if y is None else y
+
+
+def _in_steps(call: OutlierCall) -> Tensor:
+    """The same where no int8 kernel adds the outliers' product."""
+    x, w, w_scale = call.x, call.w, call.w_scale
+    found = _C.outlier_product(x, w, w_scale, call.threshold)
+    q, scales, product = _composed(x, w, w_scale, call.threshold) if found is None else found
+    wide = call.activation is not None or call.residual is not None
     y = i8f16_linear(
-        q, w, scales, w_scale, bias, residual=product, out_dtype=x.dtype, constant_weight=constant_weight
+        q, w, scales, w_scale, call.bias, residual=product, out_dtype=torch.float32 if wide else x.dtype,
+        constant_weight=call.constant_weight,
     )  # fmt: skip
-    if activation is not None:
-        y = activate(y, activation)
-    return y if residual is None else (y + residual).to(y.dtype)
-
-
-def _check_residual(residual: Tensor | None, x: Tensor, w: Tensor) -> None:
-    if residual is None or not isinstance(x, Tensor) or not isinstance(w, Tensor):
-        return
-    if not isinstance(residual, Tensor) or residual.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        got = residual.dtype if isinstance(residual, Tensor) else type(residual).__name__
-        raise TypeError(f"residual: expected a tensor of float16, bfloat16 or float32, got {got}")
-    want = [*x.shape[:-1], w.shape[0]] if w.dim() > 0 else []
-    if list(residual.shape) != want:
-        raise ValueError(f"residual: expected shape {want}, got {list(residual.shape)}")
-
-
-def _outlier_product(x: Tensor, w: Tensor, w_scale: Scale, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x without its outliers in int8 `[..., K]`, its scales fp32 `[M, 1]`, and the outliers' part `[..., N]`."""
-    found = _C.outlier_product(x, w, w_scale, threshold)
-    return _composed(x, w, w_scale, threshold) if found is None else found
+    if call.activation is not None:
+        y = activate(y, cast(Activation, call.activation))
+    if call.residual is not None:
+        y = y + call.residual
+    return y.to(x.dtype)
 
 
 def _composed(x: Tensor, w: Tensor, w_scale: Scale, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x without its outliers in int8 `[..., K]`, its scales fp32 `[M, 1]`, and the outliers' part `[..., N]`."""
     outliers = x.abs() >= threshold
     q, scales = _per_token(x.masked_fill(outliers, 0.0))
     columns = outliers.reshape(-1, x.shape[-1]).any(0).nonzero().reshape(-1)
@@ -109,4 +104,4 @@ def _composed(x: Tensor, w: Tensor, w_scale: Scale, threshold: float) -> tuple[T
     return q, scales, (product * scale).to(x.dtype)
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {"outlier_product": _outlier_product}
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {"outlier_linear": _outlier_linear}

@@ -33,8 +33,9 @@ constexpr int kBlocksPerSm = kTokens * kChannels == 4   ? 5
 
 // What the streaming warps do. Their weights are on their way before anything else, and before earlier kernels have to
 // be finished: with the positions of outputs found first, 4096 to 12288 squared took 8 to 11 % longer.
-template <int kTokens, int kChannels, class Output>
-__device__ void stream_channels(const KernelArgs& args, int n0, int32_t* sums, int pitch, Output& share) {
+template <int kTokens, int kChannels, class Outliers, class Output>
+__device__ void stream_channels(const KernelArgs& args, int n0, int32_t* sums, float* outlier_sums,
+                                typename Outliers::Memory& outlier_parts, int pitch, Output& share) {
   const int thread = static_cast<int>(threadIdx.x);
   const int warp = thread / 32;
   const int k_warp = warp & ((1 << args.log_k_warps) - 1);
@@ -44,8 +45,10 @@ __device__ void stream_channels(const KernelArgs& args, int n0, int32_t* sums, i
   stream.load();
   share.find(args, thread);
   wait_for_predecessors();
-  stream.multiply(args.x, args.ldx);
+  Outliers outliers(args, outlier_parts);
+  stream.multiply(args.x, args.ldx, outliers);
   stream.store(sums + warp * kChannels, pitch, thread % 32);
+  outliers.store(outlier_sums + warp * kChannels, pitch, thread % 32);
 }
 
 // A block's channels for all tokens: of every group of warps that share K `args.warp_channels`.
@@ -53,13 +56,16 @@ __device__ void stream_channels(const KernelArgs& args, int n0, int32_t* sums, i
 // What happens once a block costs more in fetching instructions than in executing them. So while earlier kernels run,
 // the epilogue is rehearsed on whatever shared memory holds, and nothing is stored: by the vector warp, which has
 // nothing in flight that it would have to wait for.
-template <int kTokens, int kChannels>
+template <int kTokens, int kChannels, bool kOutliers>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kTokens, kChannels>)
     gemv(const __grid_constant__ KernelArgs args) {
+  using Outliers = std::conditional_t<kOutliers, OutlierSums<kTokens, kChannels>, NoOutlierSums<kTokens, kChannels>>;
   constexpr int kMost = kStreamWarps * kChannels;  // channels of a block, where a warp spans K
   __shared__ TileVectors<kTokens, kMost> vectors;
   __shared__ int32_t sums[kTokens * kMost];
   __shared__ float residuals[kTokens * kMost];
+  __shared__ float outliers[kOutliers ? kTokens * kMost : 1];
+  __shared__ typename Outliers::Memory outlier_parts;
   const int thread = static_cast<int>(threadIdx.x);
   const bool loads_vectors = thread >= kStreamThreads;
   const int channels = (kStreamWarps >> args.log_k_warps) * args.warp_channels;
@@ -74,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kTokens, kChannels>)
       if (loads_vectors) {
         load_vector_warp(args, n0, channels, thread % 32, residuals, vectors);
       } else {
-        stream_channels<kTokens, kChannels>(args, n0, sums, kMost, share);
+        stream_channels<kTokens, kChannels, Outliers>(args, n0, sums, outliers, outlier_parts, kMost, share);
       }
       __syncwarp();  // the vector warp's lanes have left their loops one by one
       __syncthreads();
@@ -82,13 +88,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kTokens, kChannels>)
     const bool inside = share.m < args.output.m && share.n < channels && n0 + share.n < args.output.n;
     if (inside && (rehearses || !loads_vectors)) {
       int32_t total = 0;
+      float of_outliers = 0.0F;
 #pragma unroll
       for (int i = 0; i < kStreamWarps; ++i)
         total += i >> args.log_k_warps == 0 ? sums[share.parts + i * kChannels] : 0;
+      if constexpr (kOutliers) {
+        for (int i = 0; i >> args.log_k_warps == 0; ++i) {
+          of_outliers = __fadd_rn(of_outliers, outliers[share.parts + i * kChannels]);
+        }
+      }
       const float residual = e.residual == nullptr ? -0.0F : residuals[share.m * channels + share.n];
-      const Operands<1> operands{{vectors.w_scale[share.n]},     {vectors.x_scale[share.m]},
-                                 {vectors.bias[share.n]},        {residual},
-                                 {vectors.minus_w_sum[share.n]}, {vectors.x_zero[share.m]}};
+      Operands<1> operands{{vectors.w_scale[share.n]},     {vectors.x_scale[share.m]},
+                           {vectors.bias[share.n]},        {residual},
+                           {vectors.minus_w_sum[share.n]}, {vectors.x_zero[share.m]}};
+      if (kOutliers && of_outliers != 0.0F)
+        operands.bias[0] = __fmaf_rn(of_outliers, operands.w_scale[0], operands.bias[0]);
       finish_one(e, args.output, args.output.offset(share.m, n0 + share.n), total, operands, vectors.out_inverse,
                  !rehearses);
     }
@@ -100,8 +114,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kTokens, kChannels>)
 }  // namespace
 
 void run_gemv(int tile, KernelArgs args, int device, bool chained, cudaStream_t stream) {
-  static const void* const kernels[] = {
-#define OCTOFUSE_KERNEL(tokens, channels) reinterpret_cast<const void*>(gemv<tokens, channels>),
+  static const void* const kernels[][2] = {
+#define OCTOFUSE_KERNEL(tokens, channels)                        \
+  {reinterpret_cast<const void*>(gemv<tokens, channels, false>), \
+   reinterpret_cast<const void*>(gemv<tokens, channels, true>)},
       OCTOFUSE_GEMV_TILES(OCTOFUSE_KERNEL)
 #undef OCTOFUSE_KERNEL
   };
@@ -113,7 +129,8 @@ void run_gemv(int tile, KernelArgs args, int device, bool chained, cudaStream_t 
   while (1 << args.log_channels < groups * args.warp_channels) ++args.log_channels;
   const auto blocks =
       static_cast<unsigned>((args.output.n + groups * args.warp_channels - 1) / (groups * args.warp_channels));
-  launch_kernel("skinny", kernels[tile], dim3(blocks), dim3(kThreads), 0, dim3(1), chained, &args, stream);
+  const void* kernel = kernels[tile][args.outliers.marks != nullptr ? 1 : 0];
+  launch_kernel("skinny", kernel, dim3(blocks), dim3(kThreads), 0, dim3(1), chained, &args, stream);
 }
 
 }  // namespace octofuse::skinny

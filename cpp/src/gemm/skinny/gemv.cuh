@@ -2,7 +2,7 @@
 // over one of them a thread.
 #pragma once
 
-#include "gemm/skinny/stream.cuh"
+#include "gemm/skinny/outliers.cuh"
 
 namespace octofuse::skinny {
 
@@ -32,8 +32,16 @@ struct WeightStream {
   }
 
   __device__ void multiply(const int8_t* tokens, int64_t ldx) {
+    int no_memory = 0;
+    NoOutlierSums<kTokens, kChannels> none(args, no_memory);
+    multiply(tokens, ldx, none);
+  }
+
+  template <class Outliers>
+  __device__ void multiply(const int8_t* tokens, int64_t ldx, Outliers& outliers) {
 #pragma unroll 1
     while (k < args.k) {
+      const uint32_t columns = outliers.columns(k);
       uint4 x[kTokens];
 #pragma unroll
       for (int m = 0; m < kTokens; ++m) x[m] = load_or_zero(tokens + m * ldx + k, m < args.output.m);
@@ -47,6 +55,7 @@ struct WeightStream {
           acc[i][m] = __dp4a(static_cast<int>(w[i].w), static_cast<int>(x[m].w), acc[i][m]);
         }
       }
+      outliers.add(columns, k, w);
       k += step;
       load();
     }

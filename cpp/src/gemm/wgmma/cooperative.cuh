@@ -8,9 +8,9 @@
 
 namespace octofuse::wgmma {
 
-template <int kCols_, Arithmetic kArithmetic_>
-struct CooperativeTile : PingpongTile<2, kCols_, kArithmetic_> {
-  using Base = PingpongTile<2, kCols_, kArithmetic_>;
+template <int kCols_, Arithmetic kArithmetic_, bool kOutliers_ = false>
+struct CooperativeTile : PingpongTile<2, kCols_, kArithmetic_, kOutliers_> {
+  using Base = PingpongTile<2, kCols_, kArithmetic_, kOutliers_>;
   static_assert(!promotes(kArithmetic_) || kScaleBlock % kCols_ == 0, "channels must lie in one block");
   static constexpr Form kForm = Form::kCooperative;
   static constexpr int kRowBlocks = 1;  // of a warpgroup
@@ -101,13 +101,14 @@ class HalfProduct {
 
 // What a warpgroup does with its half of every tile.
 template <class Tile, class Epilogue>
-__device__ void consume_halves(const KernelArgs& args, typename Tile::Shared& shared, const uint8_t* ring,
+__device__ void consume_halves(const typename Tile::Args& args, typename Tile::Shared& shared, const uint8_t* ring,
                                uint8_t* staging, int warpgroup, int thread) {
+  const int columns = find_column_blocks<Tile>(args);
   Ring<Tile::kStages> at;
   int slot = 0;
   uint32_t phase = 0;
-  const auto finish = [&](const TileWalk& tile, typename Tile::Register(&sums)[Tile::kSize]) {
-    at.advance(args.k_blocks);
+  const auto finish = [&](const TileWalk& tile, auto& sums) {
+    at.advance(args.k_blocks + columns);
     shared.vectors_full[slot].wait(phase);
     finish_pieces<Tile, Epilogue>(args, tile, shared.vectors[slot], staging, warpgroup, 64 * warpgroup, thread, sums);
     shared.vectors_empty[slot].arrive();
@@ -124,7 +125,8 @@ __device__ void consume_halves(const KernelArgs& args, typename Tile::Shared& sh
   } else {
     for (TileWalk tile(args, 0, 1); tile.valid(); tile.next()) {
       typename Tile::Register sums[Tile::kSize];
-      multiply_tile<Tile>(args, shared, ring, at, warpgroup, thread, sums);
+      multiply_tile<Tile>(args, shared, ring, at, columns, warpgroup, thread, sums);
+      if constexpr (Tile::kOutliers) multiply_outliers<Tile>(args, shared, ring, at, tile, warpgroup, thread, sums);
       finish(tile, sums);
     }
   }
@@ -141,7 +143,8 @@ __device__ void write_factors(const KernelArgs& args, typename Tile::Shared& sha
 }
 
 template <class Tile, class Epilogue>
-__global__ void __launch_bounds__(Tile::kThreads, 1) gemm_cooperative(const __grid_constant__ KernelArgs args) {
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    gemm_cooperative(const __grid_constant__ typename Tile::Args args) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<typename Tile::Shared*>(memory);
   uint8_t* ring = memory + Tile::kFixedBytes;

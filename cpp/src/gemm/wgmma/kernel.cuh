@@ -5,7 +5,7 @@
 //   a producer thread   copies 128-byte-wide slices of both operands into a ring of stages (TMA)
 //   a vector warp       reads the tile's scales and bias meanwhile
 //   then                partial sums of a split K are added across the cluster, exactly, and every block finishes
-//                       its share of the tile (epilogue/tile.cuh); of float8, K is never split
+//                       its share of the tile (epilogue/tile.cuh); of float8, and with outliers, K is never split
 //
 // Measured on an H200 and left out: multicast of operands within clusters of 2 and 4 (never more than 2 % faster, often
 // slower), 256 x 128 tiles, and an epilogue unrolled over registers (fetching its code cost more than it saved).
@@ -14,137 +14,9 @@
 // few tokens the operands are swapped, so that no tensor-core row is wasted and a block streams weights.
 #pragma once
 
-#include "device/wgmma.cuh"
-#include "epilogue/tile.cuh"
-#include "gemm/wgmma/launch.h"
-#include "gemm/wgmma/promoted.cuh"
+#include "gemm/wgmma/producer.cuh"
 
 namespace octofuse::wgmma {
-
-constexpr int kBlockK = 128;    // bytes of K a stage: one row of TMA's widest swizzle
-constexpr int kMaxStages = 32;  // one lane of a warp prepares each
-
-template <Arithmetic kArithmetic, bool kSwap>
-using InstructionOf = std::conditional_t<kArithmetic == Arithmetic::kInt8, S32S8S8,
-                                         std::conditional_t<kArithmetic != Arithmetic::kE5M2, F32E4M3E4M3,
-                                                            std::conditional_t<kSwap, F32E4M3E5M2, F32E5M2E4M3>>>;
-
-template <int kWarpgroups_, int kCols_, bool kSwap_, Arithmetic kArithmetic_>
-struct Tile {
-  static constexpr Arithmetic kArithmetic = kArithmetic_;
-  using Instruction = InstructionOf<kArithmetic, kSwap_>;
-  using Register = typename SumsOf<Instruction>::Register;
-  using Sum = typename SumsOf<Instruction>::Sum;
-  static constexpr int kWarpgroups = kWarpgroups_;
-  static constexpr int kRows = 64 * kWarpgroups;
-  static constexpr int kCols = kCols_;
-  static constexpr bool kSwap = kSwap_;  // rows are output channels, cols are tokens
-  static constexpr int kTokens = kSwap ? kCols : kRows;
-  static constexpr int kChannels = kSwap ? kRows : kCols;
-  static constexpr int kConsumers = 128 * kWarpgroups;
-  static constexpr int kProducer = kConsumers;      // its first thread
-  static constexpr int kVectors = kConsumers + 32;  // the vector warp's first thread
-  static constexpr int kThreads = kConsumers + 64;
-  static constexpr int kBytesA = kRows * kBlockK;
-  static constexpr int kStageBytes = (kRows + kCols) * kBlockK;
-  static_assert(!promotes(kArithmetic) || kScaleBlock % kChannels == 0, "channels must lie in one block");
-  struct NoFactors {};
-  using Factors = std::conditional_t<promotes(kArithmetic), FactorRing<kTokens, kConsumers>, NoFactors>;
-  struct Shared {
-    FullBarrier full[kMaxStages];
-    EmptyBarrier empty[kMaxStages];
-    Factors factors;
-    TileVectors<kTokens, kChannels> vectors;
-  };
-  static constexpr int kFixedBytes = (static_cast<int>(sizeof(Shared)) + 1023) / 1024 * 1024;
-  // At the end the accumulators lie in the ring's place, [tokens][channels]. The pitch (in words) spreads a fragment's
-  // rows over all banks.
-  static constexpr int kPitch = kSwap ? kChannels + 4 : kChannels + (40 - kChannels % 32) % 32;
-  static constexpr int kEpilogueBytes = kTokens * kPitch * static_cast<int>(sizeof(Sum));
-  using Share = TileShare<kTokens, kChannels, kConsumers>;
-};
-
-// Where a block stands: its tile and its slice of K.
-struct Place {
-  int tile_r, tile_c, rank_k;
-  int k_begin, k_count;  // in blocks of kBlockK
-
-  __device__ explicit Place(const KernelArgs& args) {
-    tile_c = static_cast<int>(blockIdx.x);
-    tile_r = static_cast<int>(blockIdx.y);
-    rank_k = static_cast<int>(blockIdx.z);  // a cluster spans the grid's z, so this is the rank in it too
-    k_begin = rank_k * args.k_share;
-    k_count = max(0, min(args.k_share, args.k_blocks - k_begin));
-  }
-};
-
-// One thread feeds the ring. The tile that reaches beyond the last token reads the tokens that exist and no more: rows
-// that the copy engine has to fill with zeros cost it more than rows that it reads. What lies in the ring below them
-// gives accumulators that nobody stores.
-template <class Tile>
-struct Producer {
-  static constexpr int kTokenOffset = Tile::kSwap ? Tile::kBytesA : 0;
-  static constexpr int kWeightOffset = Tile::kSwap ? 0 : Tile::kBytesA;
-  const KernelArgs& args;
-  const Place& place;
-  typename Tile::Shared& shared;
-  uint8_t* ring;
-  const CUtensorMap& x_map;
-  int m0, n0;
-  uint32_t bytes;  // of a stage
-
-  __device__ Producer(const KernelArgs& args, const Place& place, typename Tile::Shared& shared, uint8_t* ring, int m0,
-                      int n0)
-      : args(args),
-        place(place),
-        shared(shared),
-        ring(ring),
-        x_map(args.output.m - m0 < Tile::kTokens ? args.x_rest_map : args.x_map),
-        m0(m0),
-        n0(n0),
-        bytes(static_cast<uint32_t>(Tile::kChannels + min(Tile::kTokens, args.output.m - m0)) * kBlockK) {}
-
-  __device__ void load(const CUtensorMap& map, int i, int stage, int offset, int row) {
-    constexpr uint64_t kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-    cute::SM90_TMA_LOAD_2D::copy(&map, reinterpret_cast<uint64_t*>(&shared.full[stage]), kNormal,
-                                 ring + stage * Tile::kStageBytes + offset, (place.k_begin + i) * kBlockK, row);
-  }
-  __device__ void load_weights(int i, int stage) {
-    shared.full[stage].arrive_and_expect_tx(bytes);
-    load(args.w_map, i, stage, kWeightOffset, n0);
-  }
-  __device__ void load_tokens(int i, int stage) { load(x_map, i, stage, kTokenOffset, m0); }
-
-  // All stages once, as soon as their barriers are there.
-  __device__ void fill() {
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.w_map));
-    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&x_map));
-    const int first = min(args.stages, place.k_count);
-    if (args.constant_weight) {
-      for (int i = 0; i < first; ++i) load_weights(i, i);
-    }
-    wait_for_predecessors();
-    for (int i = 0; i < first; ++i) {
-      if (!args.constant_weight) load_weights(i, i);
-      load_tokens(i, i);
-    }
-  }
-
-  // The rest, as stages come free.
-  __device__ void refill() {
-    launch_dependents();
-    uint32_t phase = 0;
-    for (int i = args.stages, stage = 0; i < place.k_count; ++i) {
-      shared.empty[stage].wait(phase);
-      load_weights(i, stage);
-      load_tokens(i, stage);
-      if (++stage == args.stages) {
-        stage = 0;
-        phase ^= 1;
-      }
-    }
-  }
-};
 
 template <int kCount, class Register>
 __device__ inline void fence_registers(Register (&d)[kCount]) {
@@ -224,9 +96,8 @@ __device__ void multiply_promoted(const KernelArgs& args, const Place& place, ty
 }
 
 // Fragments to [tokens][channels] in shared memory.
-template <class Tile>
-__device__ void park(typename Tile::Sum* parked, int warp, int lane,
-                     const typename Tile::Register (&d)[Tile::kCols / 2]) {
+template <class Tile, class Register>
+__device__ void park(typename Tile::Sum* parked, int warp, int lane, const Register (&d)[Tile::kCols / 2]) {
   using Sum = typename Tile::Sum;
   const int row = 16 * warp + lane / 4;
   const int col = lane % 4 * 2;
@@ -271,8 +142,38 @@ __device__ void add_other_blocks(const KernelArgs& args, const Place& place, con
   }
 }
 
+// What a consumer does with its part of the tile: multiplies it, and parks the sums in the ring's place.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_constant__ KernelArgs args) {
+__device__ void consume_tile(const typename Tile::Args& args, const Place& place, typename Tile::Shared& shared,
+                             uint8_t* ring, int m0, int n0, int thread) {
+  typename Tile::Register d[Tile::kCols / 2];
+  // Nobody reads the ring any more behind the barrier.
+  const auto park_sums = [&](const auto& sums) {
+    __syncwarp();
+    cutlass::arch::NamedBarrier::sync(Tile::kConsumers, 0);
+    park<Tile>(reinterpret_cast<typename Tile::Sum*>(ring), thread / 32, thread % 32, sums);
+  };
+  if constexpr (Tile::kOutliers) {
+    wait_for_predecessors();
+    TileOutliers<Tile> outliers(args, m0, n0, thread);
+    multiply<Tile>(args, place, shared, ring, warpgroup_of(thread), thread % 128, d);
+    outliers.multiply(place, shared, ring, d);
+    float sums[Tile::kCols / 2];
+#pragma unroll
+    for (int i = 0; i < Tile::kCols / 2; ++i) sums[i] = float_of(d[i], outliers.count);
+    park_sums(sums);
+  } else {
+    if constexpr (promotes(Tile::kArithmetic)) {
+      multiply_promoted<Tile>(args, place, shared, ring, warpgroup_of(thread), thread % 128, d);
+    } else {
+      multiply<Tile>(args, place, shared, ring, warpgroup_of(thread), thread % 128, d);
+    }
+    park_sums(d);
+  }
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_constant__ typename Tile::Args args) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<typename Tile::Shared*>(memory);
   uint8_t* ring = memory + Tile::kFixedBytes;
@@ -320,27 +221,21 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
     if (cute::elect_one_sync()) feed.refill();
     share.m_end = 0;
   } else {
-    typename Tile::Register d[Tile::kCols / 2];
-    if constexpr (promotes(Tile::kArithmetic)) {
-      multiply_promoted<Tile>(args, place, shared, ring, warpgroup_of(thread), thread % 128, d);
-    } else {
-      multiply<Tile>(args, place, shared, ring, warpgroup_of(thread), thread % 128, d);
-    }
-    __syncwarp();
-    // Nobody reads the ring any more.
-    cutlass::arch::NamedBarrier::sync(Tile::kConsumers, 0);
-    park<Tile>(parked, thread / 32, thread % 32, d);
+    consume_tile<Tile>(args, place, shared, ring, m0, n0, thread);
   }
   __syncwarp();
   // The barrier of pass 1: the vectors have come and the accumulators are in place, with a split K in all blocks of the
   // cluster, which have to outlive each other's reads.
   for (int pass = rehearses ? 0 : 1; pass < 2; ++pass) {
     if (pass == 1) {
-      if (rehearses) pending.store(args.epilogue, args.output, m0, n0, thread - Tile::kVectors, shared.vectors);
+      if (rehearses) {
+        pending.store(args.epilogue, args.output, m0, n0, thread - Tile::kVectors, shared.vectors);
+        if constexpr (Tile::kOutliers) take_scales(args, shared.vectors, thread - Tile::kVectors);
+      }
       __syncwarp();
       if (split) {
         cute::cluster_sync();
-        if constexpr (std::is_same_v<Sum, int32_t>) {
+        if constexpr (std::is_same_v<Sum, int32_t>) {  // of outliers there is no split
           if (!rehearses) add_other_blocks<Tile>(args, place, share, parked);
         }
       } else {
@@ -348,7 +243,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
       }
       if (rehearses) break;
     }
-    finish_tile<Tile::kPitch>(args.epilogue, args.output, shared.vectors, share, accs);
+    if constexpr (Tile::kOutliers) {
+      finish_half<Tile::kPitch>(args.epilogue, args.output, shared.vectors, share, accs);
+    } else {
+      finish_tile<Tile::kPitch>(args.epilogue, args.output, shared.vectors, share, accs);
+    }
     __syncwarp();
   }
   if (split) cute::cluster_sync();

@@ -26,23 +26,32 @@ void list_activations(const void** kernels) {
 #undef OCTOFUSE_ACTIVATION
 }
 
-template <int kRowBlocks, int kCols, Form kForm, Arithmetic kArithmetic>
+template <class T, Arithmetic kArithmetic>
+void list_usual(const void** kernels) {
+  if constexpr (T::kOutliers) {
+    kernels[0] = persistent_kernel<T, UsualEpilogue<__half, Activation::kNone, false>>();
+    kernels[1] = persistent_kernel<T, UsualEpilogue<__nv_bfloat16, Activation::kNone, false>>();
+  } else {
+    list_activations<T, __half>(kernels);
+    list_activations<T, __nv_bfloat16>(kernels + kActivations);
+    using Narrow = std::conditional_t<kArithmetic == Arithmetic::kInt8, int8_t, __nv_fp8_e4m3>;
+    list_activations<T, Narrow>(kernels + 2 * kActivations);
+    kernels[3 * kActivations] = persistent_kernel<T, UsualEpilogue<__half, Activation::kNone, true>>();
+    kernels[3 * kActivations + 1] = persistent_kernel<T, UsualEpilogue<__nv_bfloat16, Activation::kNone, true>>();
+  }
+}
+
+template <int kRowBlocks, int kCols, Form kForm, Arithmetic kArithmetic, bool kOutliers>
 KernelInfo describe() {
   if constexpr (kForm == Form::kPingpong || kForm == Form::kCooperative) {
-    using T = std::conditional_t<kForm == Form::kPingpong, PingpongTile<kRowBlocks, kCols, kArithmetic>,
-                                 CooperativeTile<kCols, kArithmetic>>;
+    using T = std::conditional_t<kForm == Form::kPingpong, PingpongTile<kRowBlocks, kCols, kArithmetic, kOutliers>,
+                                 CooperativeTile<kCols, kArithmetic, kOutliers>>;
     KernelInfo info{persistent_kernel<T, AnyEpilogue>(), T::kThreads, T::kSharedBytes, 0, 0, {}};
-    list_activations<T, __half>(info.usual);
-    list_activations<T, __nv_bfloat16>(info.usual + kActivations);
-    using Narrow = std::conditional_t<kArithmetic == Arithmetic::kInt8, int8_t, __nv_fp8_e4m3>;
-    list_activations<T, Narrow>(info.usual + 2 * kActivations);
-    using Half = UsualEpilogue<__half, Activation::kNone, true>;
-    using BFloat = UsualEpilogue<__nv_bfloat16, Activation::kNone, true>;
-    info.usual[3 * kActivations] = persistent_kernel<T, Half>();
-    info.usual[3 * kActivations + 1] = persistent_kernel<T, BFloat>();
+    list_usual<T, kArithmetic>(info.usual);
     return info;
   } else {
-    using T = Tile<kRowBlocks, kCols, kForm == Form::kSwapped, kArithmetic>;
+    using T = Tile<kRowBlocks, kCols, kForm == Form::kSwapped, kArithmetic, kOutliers>;
+    static_assert(T::kFixedBytes + T::kEpilogueBytes <= 227 * 1024);
     return {reinterpret_cast<const void*>(gemm_wgmma<T>),
             T::kThreads,
             T::kFixedBytes,
@@ -52,10 +61,16 @@ KernelInfo describe() {
   }
 }
 
-#define OCTOFUSE_KERNEL_INFO(row_blocks, cols, form, arithmetic)                   \
+#define OCTOFUSE_KERNEL_INFO(row_blocks, cols, form, arithmetic)                    \
+  template <>                                                                       \
+  KernelInfo kernel_info<row_blocks, cols, Form::form, Arithmetic::arithmetic>() {  \
+    return describe<row_blocks, cols, Form::form, Arithmetic::arithmetic, false>(); \
+  }
+
+#define OCTOFUSE_OUTLIER_KERNEL_INFO(row_blocks, cols, form, arithmetic)           \
   template <>                                                                      \
-  KernelInfo kernel_info<row_blocks, cols, Form::form, Arithmetic::arithmetic>() { \
-    return describe<row_blocks, cols, Form::form, Arithmetic::arithmetic>();       \
+  KernelInfo outlier_kernel_info<row_blocks, cols, Form::form>() {                 \
+    return describe<row_blocks, cols, Form::form, Arithmetic::arithmetic, true>(); \
   }
 
 }  // namespace octofuse::wgmma

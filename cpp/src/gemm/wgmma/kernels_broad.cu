@@ -3,5 +3,6 @@
 namespace octofuse::wgmma {
 
 OCTOFUSE_WGMMA_BROAD_TILES(OCTOFUSE_KERNEL_INFO)
+OCTOFUSE_WGMMA_LARGEST_TILES(OCTOFUSE_KERNEL_INFO)
 
 }  // namespace octofuse::wgmma

@@ -15,6 +15,11 @@ namespace octofuse::wgmma {
   KernelInfo kernel_info<row_blocks, cols, Form::form, Arithmetic::arithmetic>();
 OCTOFUSE_WGMMA_TILES(OCTOFUSE_DECLARE)
 #undef OCTOFUSE_DECLARE
+#define OCTOFUSE_DECLARE(row_blocks, cols, form, arithmetic) \
+  template <>                                                \
+  KernelInfo outlier_kernel_info<row_blocks, cols, Form::form>();
+OCTOFUSE_WGMMA_OUTLIER_TILES(OCTOFUSE_DECLARE)
+#undef OCTOFUSE_DECLARE
 
 namespace {
 
@@ -29,19 +34,25 @@ CUtensorMap operand_map(const int8_t* data, int64_t rows, int64_t k, int64_t ld,
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
-const KernelInfo& info_of(int tile) {
+// A kernel of this tile; those that add products of outliers are listed first in kTiles.
+const KernelInfo& info_of(int tile, bool outliers) {
   static const KernelInfo infos[] = {
 #define OCTOFUSE_INFO(row_blocks, cols, form, arithmetic) \
   kernel_info<row_blocks, cols, Form::form, Arithmetic::arithmetic>(),
       OCTOFUSE_WGMMA_TILES(OCTOFUSE_INFO)
 #undef OCTOFUSE_INFO
   };
-  return infos[tile];
+  static const KernelInfo with_outliers[] = {
+#define OCTOFUSE_INFO(row_blocks, cols, form, arithmetic) outlier_kernel_info<row_blocks, cols, Form::form>(),
+      OCTOFUSE_WGMMA_OUTLIER_TILES(OCTOFUSE_INFO)
+#undef OCTOFUSE_INFO
+  };
+  return outliers ? with_outliers[tile] : infos[tile];
 }
 
 // What every form of the kernel is told.
-KernelArgs common_args(const GemmArgs& args, bool chained) {
-  KernelArgs kernel{};
+OutlierKernelArgs common_args(const GemmArgs& args, bool chained) {
+  OutlierKernelArgs kernel{};
   kernel.epilogue = args.epilogue;
   kernel.output = output_of(args);
   kernel.constant_weight = chained && args.constant_weight;
@@ -58,18 +69,36 @@ void describe_tokens(const GemmArgs& args, int of_tile, KernelArgs& kernel) {
   if (rest != 0) kernel.x_rest_map = operand_map(args.x, args.m, args.k, args.ldx, rest);
 }
 
+// Where columns with outliers are gathered, of a call that looks for them.
+void describe_columns(const GemmArgs& args, int of_tokens, int of_channels, OutlierKernelArgs& kernel) {
+  if (args.outliers.kind() == Outliers::kNone) return;
+  constexpr int64_t kRowBytes = 2 * kMostGathered;
+  const auto map = [&](const void* data, int64_t rows, int64_t box_rows) {
+    return operand_map(static_cast<const int8_t*>(data), rows, kRowBytes, kRowBytes, static_cast<int>(box_rows));
+  };
+  const OutlierColumns& columns = args.outliers;
+  kernel.outliers = columns;
+  kernel.x_columns_map = map(columns.x_gathered, args.m, of_tokens);
+  kernel.w_columns_map = map(columns.w_gathered, args.n, of_channels);
+  if (args.m % of_tokens != 0) kernel.x_columns_rest_map = map(columns.x_gathered, args.m, args.m % of_tokens);
+  if (args.n % of_channels != 0) kernel.w_columns_rest_map = map(columns.w_gathered, args.n, args.n % of_channels);
+}
+
 // One block a tile and slice of K.
 void run_tiles(const KernelInfo& info, const TileShape& tile, int split, int blocks_per_sm, const GemmArgs& args,
                bool chained, cudaStream_t stream) {
   const bool swap = tile.form == Form::kSwapped;
   const int tokens = swap ? tile.cols : tile.rows;
-  KernelArgs kernel = common_args(args, chained);
-  kernel.w_map = operand_map(args.w, args.n, args.k, args.ldw, swap ? tile.rows : tile.cols);
+  const int channels = swap ? tile.rows : tile.cols;
+  OutlierKernelArgs kernel = common_args(args, chained);
+  kernel.w_map = operand_map(args.w, args.n, args.k, args.ldw, channels);
   describe_tokens(args, tokens, kernel);
+  describe_columns(args, tokens, channels, kernel);
   kernel.k_share = ceil_div(kernel.k_blocks, split);
   kernel.split = split;
+  const int columns = args.outliers.kind() == Outliers::kNone ? 0 : kColumnBlocks;
   const int budget = kSharedPerSm / blocks_per_sm - 1024 - info.fixed_bytes;
-  kernel.stages = std::clamp(std::min(budget / info.stage_bytes, kernel.k_share), 1, kMaxStages);
+  kernel.stages = std::clamp(std::min(budget / info.stage_bytes, kernel.k_share + columns), 1, kMaxStages);
   const int shared = info.fixed_bytes + std::max(kernel.stages * info.stage_bytes, info.epilogue_bytes);
   const dim3 cluster(1, 1, static_cast<unsigned>(split));
   const auto blocks = [](int64_t extent, int of_tile) { return static_cast<unsigned>(ceil_div(extent, of_tile)); };
@@ -92,6 +121,12 @@ int usual_epilogue(const EpilogueArgs& e, const TileOutput& output, Arithmetic a
   return plain ? 3 * kActivations + type : -1;
 }
 
+// The same with products of outliers, whose type the output has.
+int usual_outlier_epilogue(const EpilogueArgs& e, const TileOutput& output) {
+  const bool plain = e.activation == Activation::kNone && e.residual == nullptr && output.wide;
+  return plain ? (output.type == DType::kFloat16 ? 0 : 1) : -1;
+}
+
 // Tiles of tokens that stand side by side in the order of the work. What is read again and again should stay in L2,
 // whose halves each keep a copy: all weights where they fit it, else all tokens where they do. Of 8192 x 4096 x 4096 an
 // H200 read 100 MB with 16 and 64 MB with one, 2 % faster.
@@ -105,15 +140,18 @@ int band_of(const GemmArgs& args, int tiles_m, int cluster) {
 // As many blocks as the device has SMs, in clusters that share the weights of neighbouring tiles.
 void run_persistent(const KernelInfo& info, const TileShape& tile, int cluster, const GemmArgs& args, int device,
                     bool chained, cudaStream_t stream) {
-  KernelArgs kernel = common_args(args, chained);
-  const int usual = usual_epilogue(kernel.epilogue, kernel.output, tile.arithmetic);
+  OutlierKernelArgs kernel = common_args(args, chained);
+  const bool outliers = args.outliers.kind() != Outliers::kNone;
+  const int usual = outliers ? usual_outlier_epilogue(kernel.epilogue, kernel.output)
+                             : usual_epilogue(kernel.epilogue, kernel.output, tile.arithmetic);
   const void* function = usual < 0 ? info.function : info.usual[usual];
-  static DeviceFlags raised[kAllTiles][kUsual + 1];
-  allow_shared_memory(function, info.fixed_bytes, device, raised[&tile - kTiles][usual + 1]);
+  static DeviceFlags raised[2][kAllTiles][kUsual + 1];
+  allow_shared_memory(function, info.fixed_bytes, device, raised[outliers ? 1 : 0][&tile - kTiles][usual + 1]);
   kernel.w_map = operand_map(args.w, args.n, args.k, args.ldw, tile.cols / cluster);
   const auto rest = static_cast<int>(args.n % (tile.cols / cluster));
   if (rest != 0) kernel.w_rest_map = operand_map(args.w, args.n, args.k, args.ldw, rest);
   describe_tokens(args, tile.rows, kernel);
+  describe_columns(args, tile.rows, tile.cols / cluster, kernel);
   kernel.cluster = cluster;
   kernel.tiles_m = ceil_div(args.m, tile.rows);
   kernel.tiles_n = ceil_div(args.n, tile.cols);
@@ -131,14 +169,15 @@ void run_persistent(const KernelInfo& info, const TileShape& tile, int cluster, 
 }  // namespace
 
 void run(const Candidate& candidate, const GemmArgs& args, int device, cudaStream_t stream) {
-  const KernelInfo& info = info_of(candidate.tile);
+  const bool outliers = args.outliers.kind() != Outliers::kNone;
+  const KernelInfo& info = info_of(candidate.tile, outliers);
   const TileShape& tile = kTiles[candidate.tile];
   const bool chained = is_chained(stream, device);
   if (tile.form == Form::kPingpong || tile.form == Form::kCooperative) {
     run_persistent(info, tile, candidate.cluster, args, device, chained, stream);
   } else {
-    static DeviceFlags raised[kAllTiles];
-    allow_shared_memory(info.function, kSharedPerSm - 1024, device, raised[candidate.tile]);
+    static DeviceFlags raised[2][kAllTiles];
+    allow_shared_memory(info.function, kSharedPerSm - 1024, device, raised[outliers ? 1 : 0][candidate.tile]);
     run_tiles(info, tile, candidate.split, candidate.blocks_per_sm, args, chained, stream);
   }
 }

@@ -14,16 +14,19 @@
 
 #include "epilogue/fragment.cuh"
 #include "gemm/wgmma/kernel.cuh"
+#include "gemm/wgmma/persistent.cuh"
 
 namespace octofuse::wgmma {
 
-template <int kRowBlocks_, int kCols_, Arithmetic kArithmetic_>
+template <int kRowBlocks_, int kCols_, Arithmetic kArithmetic_, bool kOutliers_ = false>
 struct PingpongTile {
   static constexpr Form kForm = Form::kPingpong;
   static constexpr Arithmetic kArithmetic = kArithmetic_;
+  static constexpr bool kOutliers = kOutliers_;
+  using Args = std::conditional_t<kOutliers, OutlierKernelArgs, KernelArgs>;
   using Instruction = InstructionOf<kArithmetic_, false>;
   using Register = typename SumsOf<Instruction>::Register;
-  using Sum = typename SumsOf<Instruction>::Sum;
+  using Sum = std::conditional_t<kOutliers, float, typename SumsOf<Instruction>::Sum>;
   static constexpr int kRowBlocks = kRowBlocks_;  // of 64 rows
   static constexpr int kRows = 64 * kRowBlocks;
   static constexpr int kCols = kCols_;
@@ -54,142 +57,15 @@ struct PingpongTile {
   static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes + kStagingBytes;
 };
 
-// The tiles of one block in their order, or every second of them. Tiles are grouped in bands of so many tiles of tokens
-// (band_of in launch.cpp), so that blocks that run side by side read few different operands.
-struct TileWalk {
-  int index, step, count;        // of clusters' tiles
-  int rank, blocks;              // in the cluster
-  int tiles_n, rows, band_rows;  // rows: of clusters' tiles
-  int tile_m = 0, tile_n = 0;
-
-  __device__ TileWalk(const KernelArgs& args, int first, int every) : blocks(args.cluster), tiles_n(args.tiles_n) {
-    const int clusters = static_cast<int>(gridDim.x) / blocks;
-    rank = static_cast<int>(blockIdx.x) % blocks;
-    rows = (args.tiles_m + blocks - 1) / blocks;
-    band_rows = args.band / blocks;
-    index = static_cast<int>(blockIdx.x) / blocks + first * clusters;
-    step = every * clusters;
-    count = rows * tiles_n;
-    find();
-  }
-  __device__ bool valid() const { return index < count; }
-  __device__ void next() {
-    index += step;
-    find();
-  }
-
- private:
-  __device__ void find() {
-    const int band = index / (band_rows * tiles_n);
-    const int height = min(band_rows, rows - band * band_rows);
-    const int rest = index - band * band_rows * tiles_n;
-    if (height <= 0) return;  // behind the last tile
-    tile_n = rest / height;
-    tile_m = (band * band_rows + rest - tile_n * height) * blocks + rank;
-  }
-};
-
-// A position in the ring.
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-  __device__ void advance(int steps) {
-    const int next = stage + steps;
-    phase ^= static_cast<uint32_t>(next / kStages) & 1;
-    stage = next % kStages;
-  }
-};
-
-// What a block reads of an operand for a tile: as in kernel.cuh's Producer the rows that exist and no more, which in a
-// cluster may be none.
-struct ReadRows {
-  const CUtensorMap* map;
-  int first, count;
-
-  __device__ ReadRows(const CUtensorMap& whole, const CUtensorMap& rest, int first, int rows, int end)
-      : first(first), count(max(0, min(rows, end - first))) {
-    map = count < rows ? &rest : &whole;
-  }
-};
-
-// kRead: of the tile's channels, by this block, from `first_read` on.
-template <class Tile, int kRead>
-struct TileReads {
-  ReadRows tokens, weights;
-  uint32_t bytes;  // that arrive in a stage, also those that the other block of a cluster reads
-
-  __device__ TileReads(const KernelArgs& args, const TileWalk& tile, int first_read)
-      : tokens(args.x_map, args.x_rest_map, tile.tile_m * Tile::kRows, Tile::kRows, args.output.m),
-        weights(args.w_map, args.w_rest_map, tile.tile_n * Tile::kCols + first_read, kRead, args.output.n) {
-    const int channels = min(Tile::kCols, args.output.n - tile.tile_n * Tile::kCols);
-    bytes = static_cast<uint32_t>((tokens.count + channels) * kBlockK);
-  }
-};
-
-// One thread, so its instructions count: a stage is multiplied in the time of some sixty. kClusters: two blocks of a
-// cluster read half of the weights each for both.
-template <class Tile, bool kClusters>
-__device__ void produce_tiles(const KernelArgs& args, typename Tile::Shared& shared, uint8_t* ring) {
-  constexpr uint64_t kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  constexpr int kRead = kClusters ? Tile::kCols / 2 : Tile::kCols;  // of the tile's channels, by this block
-  const int first_read = kClusters ? static_cast<int>(blockIdx.x) % 2 * kRead : 0;
-  uint8_t* weights = ring + Tile::kBytesA + first_read * kBlockK;
-  using Reads = TileReads<Tile, kRead>;
-  const auto load_weights = [&](const Reads& reads, int k, int stage) {
-    auto* barrier = reinterpret_cast<uint64_t*>(&shared.full[stage]);
-    uint8_t* to = weights + stage * Tile::kStageBytes;
-    shared.full[stage].arrive_and_expect_tx(reads.bytes);
-    if constexpr (kClusters) {
-      if (reads.weights.count == 0) return;
-      cute::SM90_TMA_LOAD_MULTICAST_2D::copy(reads.weights.map, barrier, uint16_t{3}, kNormal, to, k,
-                                             reads.weights.first);
-    } else {
-      cute::SM90_TMA_LOAD_2D::copy(reads.weights.map, barrier, kNormal, to, k, reads.weights.first);
-    }
-  };
-  const auto load_tokens = [&](const Reads& reads, int k, int stage) {
-    if (kClusters && reads.tokens.count == 0) return;
-    cute::SM90_TMA_LOAD_2D::copy(reads.tokens.map, reinterpret_cast<uint64_t*>(&shared.full[stage]), kNormal,
-                                 ring + stage * Tile::kStageBytes, k, reads.tokens.first);
-  };
-
-  TileWalk tile(args, 0, 1);
-  const int k_end = args.k_blocks * kBlockK;
-  const int early = args.constant_weight && tile.valid() ? min(Tile::kStages, args.k_blocks) : 0;
-  const Reads first(args, tile, first_read);
-  for (int i = 0; i < early; ++i) load_weights(first, i * kBlockK, i);
-  wait_for_predecessors();
-  launch_dependents();
-  Ring<Tile::kStages> at;
-  for (int loaded = early * kBlockK; tile.valid(); tile.next(), loaded = 0) {
-    const Reads reads(args, tile, first_read);
-#pragma unroll 1
-    for (int k = 0; k < k_end; k += kBlockK) {
-      if (k >= loaded) {
-        shared.empty[at.stage].wait(at.phase ^ 1);
-        load_weights(reads, k, at.stage);
-      }
-      load_tokens(reads, k, at.stage);
-      at.next();
-    }
-  }
-}
-
 template <class Tile>
-__device__ void read_vectors(const KernelArgs& args, typename Tile::Shared& shared, int lane) {
+__device__ void read_vectors(const typename Tile::Args& args, typename Tile::Shared& shared, int lane) {
   int turn = 0;
   uint32_t phase = 0;
   for (TileWalk tile(args, 0, 1); tile.valid(); tile.next()) {
     shared.vectors_empty[turn].wait(phase ^ 1);
     load_vectors<32>(args.epilogue, args.output, tile.tile_m * Tile::kRows, tile.tile_n * Tile::kCols,
                      args.constant_weight, lane, shared.vectors[turn]);
+    if constexpr (Tile::kOutliers) take_scales(args, shared.vectors[turn], lane);
     shared.vectors_full[turn].arrive();
     __syncwarp();
     phase ^= static_cast<uint32_t>(turn);
@@ -198,9 +74,10 @@ __device__ void read_vectors(const KernelArgs& args, typename Tile::Shared& shar
 }
 
 // One warpgroup's product, from the ring's position `at`: of a whole tile, or with Form::kCooperative of its own rows.
+// columns: blocks of columns with outliers that follow in the ring.
 template <class Tile>
 __device__ void multiply_tile(const KernelArgs& args, typename Tile::Shared& shared, const uint8_t* ring,
-                              Ring<Tile::kStages> at, int warpgroup, int thread,
+                              Ring<Tile::kStages> at, int columns, int warpgroup, int thread,
                               typename Tile::Register (&d)[Tile::kSize]) {
   using Fragment = typename Tile::Register[Tile::kCols / 2];
   // The stage is free in every block whose producer writes to it: one thread tells each of them.
@@ -233,6 +110,10 @@ __device__ void multiply_tile(const KernelArgs& args, typename Tile::Shared& sha
     last = at.stage;
     at.next();
   }
+  if constexpr (Tile::kOutliers && !kShared) {  // the other warpgroup may begin before they are multiplied
+    static_assert(Tile::kStages > kColumnBlocks);
+    for (; columns > 0; --columns, at.next()) shared.full[at.stage].wait(at.phase);
+  }
   if (!kShared && thread == 0) shared.turn_over[warpgroup].arrive();
   cute::warpgroup_wait<0>();
   release(last);
@@ -241,19 +122,26 @@ __device__ void multiply_tile(const KernelArgs& args, typename Tile::Shared& sha
 
 // The accumulators of the first piece, which makes the next one the first: registers have no addresses, and a branch
 // for each piece would cost more than these moves.
-template <int kSize, int kAll, class Register, class Sum>
-__device__ inline void take(Register (&d)[kAll], Sum (&acc)[kSize]) {
+template <int kSize, int kAll, class Register, class Sum, class Convert>
+__device__ inline void take(Register (&d)[kAll], Sum (&acc)[kSize], Convert convert) {
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) acc[i] = static_cast<Sum>(d[i]);
+  for (int i = 0; i < kSize; ++i) acc[i] = convert(d[i]);
 #pragma unroll
   for (int i = 0; i + kSize < kAll; ++i) d[i] = d[i + kSize];
 }
 
 // A warpgroup's part of a tile, from token `first` of it on.
 template <class Tile, class Epilogue, class Vectors>
-__device__ void finish_pieces(const KernelArgs& args, const TileWalk& tile, const Vectors& vectors, uint8_t* staging,
-                              int warpgroup, int first, int thread, typename Tile::Register (&d)[Tile::kSize]) {
+__device__ void finish_pieces(const typename Tile::Args& args, const TileWalk& tile, const Vectors& vectors,
+                              uint8_t* staging, int warpgroup, int first, int thread,
+                              typename Tile::Register (&d)[Tile::kSize]) {
   constexpr int kCount = Tile::kRowBlocks * Tile::kPieces;
+  int outliers = 0;
+  if constexpr (Tile::kOutliers) outliers = *args.outliers.count;
+  const auto sum_of = [&](auto value) {
+    if constexpr (Tile::kOutliers) return float_of(value, outliers);
+    if constexpr (!Tile::kOutliers) return static_cast<typename Tile::Sum>(value);
+  };
   int buffer = 0;
 #pragma unroll(Epilogue::kUnrolled ? kCount : 1)
   for (int p = 0; p < kCount; ++p) {
@@ -269,10 +157,9 @@ __device__ void finish_pieces(const KernelArgs& args, const TileWalk& tile, cons
     typename Tile::Sum acc[Tile::Piece::kSize];
     if constexpr (Epilogue::kUnrolled) {
 #pragma unroll
-      for (int i = 0; i < Tile::Piece::kSize; ++i)
-        acc[i] = static_cast<typename Tile::Sum>(d[p * Tile::Piece::kSize + i]);
+      for (int i = 0; i < Tile::Piece::kSize; ++i) acc[i] = sum_of(d[p * Tile::Piece::kSize + i]);
     } else {
-      take(d, acc);
+      take(d, acc, sum_of);
     }
     if (piece.m0 + piece.token >= args.output.m || piece.n0 + piece.channel >= args.output.n) continue;
     Epilogue::finish(piece, args.epilogue, args.output, vectors, acc);
@@ -283,19 +170,57 @@ __device__ void finish_pieces(const KernelArgs& args, const TileWalk& tile, cons
   cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(warpgroup));  // the staging may change
 }
 
+// Behind multiply_tile(), from the same position of the ring: the columns with outliers. d: float afterwards if there
+// are some.
+template <class Tile>
+__device__ void multiply_outliers(const OutlierKernelArgs& args, typename Tile::Shared& shared, const uint8_t* ring,
+                                  Ring<Tile::kStages> at, const TileWalk& tile, int warpgroup, int thread,
+                                  uint32_t (&d)[Tile::kSize]) {
+  constexpr int kFirst = Tile::kForm == Form::kCooperative ? 64 : 0;  // rows of a warpgroup
+  const int count = *args.outliers.count;
+  if (count == 0) return;
+  at.advance(args.k_blocks);
+  const int m0 = tile.tile_m * Tile::kRows;
+  TokenScales<false, Tile::kCols, Tile::kRowBlocks>(args, m0, kFirst * warpgroup, thread).scale(d);
+  const int in_blocks = columns_in_blocks(args);
+  for (int left = in_blocks; left > 0; left -= kOutlierBlock, at.next()) {
+    shared.full[at.stage].wait(at.phase);
+    const uint8_t* const stage = ring + at.stage * Tile::kStageBytes;
+    multiply_block<Tile::kCols, Tile::kRowBlocks>(args.outliers.type, stage + kFirst * warpgroup * kBlockK,
+                                                  stage + Tile::kBytesA, left, thread, d);
+    __syncwarp();
+    cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(warpgroup));  // all have read it
+    if (thread < args.cluster) shared.empty[at.stage].arrive(static_cast<uint32_t>(thread));
+  }
+  multiply_rest<false, Tile::kCols, Tile::kRowBlocks>(args, in_blocks, count, m0 + kFirst * warpgroup,
+                                                      tile.tile_n * Tile::kCols, thread, d);
+}
+
+// Blocks of columns with outliers; may be asked for once earlier kernels have finished.
+template <class Tile>
+__device__ int find_column_blocks(const typename Tile::Args& args) {
+  if constexpr (!Tile::kOutliers) return 0;
+  if constexpr (Tile::kOutliers) {
+    wait_for_predecessors();
+    return column_blocks(args);
+  }
+}
+
 template <class Tile, class Epilogue>
-__device__ void consume_tiles(const KernelArgs& args, typename Tile::Shared& shared, const uint8_t* ring,
+__device__ void consume_tiles(const typename Tile::Args& args, typename Tile::Shared& shared, const uint8_t* ring,
                               uint8_t* staging, int turn, int thread) {
+  const int columns = find_column_blocks<Tile>(args);
   Ring<Tile::kStages> at;
-  at.advance(turn * args.k_blocks);
+  at.advance(turn * (args.k_blocks + columns));
   uint32_t phase = 0;
   for (TileWalk tile(args, turn, Tile::kTurns); tile.valid(); tile.next()) {
-    typename Tile::Register d[Tile::kSize];
     // A barrier's phase tells two neighbouring uses of a stage apart, no more: so the other warpgroup, whose stages
     // come before these, has to have seen all of them. The first tile of all waits for nobody.
     shared.turn_over[1 - turn].wait(turn == 0 ? phase ^ 1 : phase);
-    multiply_tile<Tile>(args, shared, ring, at, turn, thread, d);
-    at.advance(Tile::kTurns * args.k_blocks);
+    typename Tile::Register d[Tile::kSize];
+    multiply_tile<Tile>(args, shared, ring, at, columns, turn, thread, d);
+    if constexpr (Tile::kOutliers) multiply_outliers<Tile>(args, shared, ring, at, tile, turn, thread, d);
+    at.advance(Tile::kTurns * (args.k_blocks + columns));
     shared.vectors_full[turn].wait(phase);
     phase ^= 1;
     finish_pieces<Tile, Epilogue>(args, tile, shared.vectors[turn], staging, turn, 0, thread, d);
@@ -333,7 +258,7 @@ __device__ inline void meet(const KernelArgs& args) {
 }
 
 template <class Tile, class Epilogue>
-__global__ void __launch_bounds__(Tile::kThreads, 1) gemm_pingpong(const __grid_constant__ KernelArgs args) {
+__global__ void __launch_bounds__(Tile::kThreads, 1) gemm_pingpong(const __grid_constant__ typename Tile::Args args) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<typename Tile::Shared*>(memory);
   uint8_t* ring = memory + Tile::kFixedBytes;

@@ -22,10 +22,7 @@
   X(2, 128, kTokens, kInt8)           \
   X(2, 144, kTokens, kInt8)           \
   X(2, 160, kTokens, kInt8)           \
-  X(2, 192, kTokens, kInt8)           \
-  X(2, 224, kTokens, kInt8)           \
-  X(2, 240, kTokens, kInt8)           \
-  X(2, 256, kTokens, kInt8)
+  X(2, 192, kTokens, kInt8)
 
 #define OCTOFUSE_WGMMA_FEW_TOKEN_TILES(X) \
   X(1, 16, kSwapped, kInt8)               \
@@ -40,16 +37,24 @@
   X(2, 80, kSwapped, kInt8)             \
   X(2, 96, kSwapped, kInt8)             \
   X(2, 112, kSwapped, kInt8)            \
-  X(2, 128, kSwapped, kInt8)            \
-  X(2, 192, kSwapped, kInt8)
+  X(2, 128, kSwapped, kInt8)
 
 #define OCTOFUSE_WGMMA_PINGPONG_TILES(X) \
   X(1, 112, kPingpong, kInt8)            \
   X(1, 128, kPingpong, kInt8)            \
   X(2, 96, kPingpong, kInt8)             \
   X(2, 112, kPingpong, kInt8)            \
-  X(2, 128, kPingpong, kInt8)            \
-  X(2, 160, kPingpong, kInt8)            \
+  X(2, 128, kPingpong, kInt8)
+
+#define OCTOFUSE_WGMMA_COOPERATIVE_TILES(X) X(2, 256, kCooperative, kInt8)
+
+// Their sums leave too few registers for columns with outliers.
+#define OCTOFUSE_WGMMA_LARGEST_TILES(X) \
+  X(2, 224, kTokens, kInt8)             \
+  X(2, 240, kTokens, kInt8)             \
+  X(2, 256, kTokens, kInt8)             \
+  X(2, 192, kSwapped, kInt8)            \
+  X(2, 160, kPingpong, kInt8)           \
   X(2, 192, kPingpong, kInt8)
 
 #define OCTOFUSE_WGMMA_FLOAT8_TILES(X) \
@@ -101,10 +106,9 @@
   X(2, 160, kPingpong, kFloat8Fast)             \
   X(2, 192, kPingpong, kFloat8Fast)
 
-#define OCTOFUSE_WGMMA_COOPERATIVE_TILES(X) \
-  X(2, 128, kCooperative, kFloat8)          \
-  X(2, 256, kCooperative, kFloat8Fast)      \
-  X(2, 256, kCooperative, kInt8)
+#define OCTOFUSE_WGMMA_FLOAT8_COOPERATIVE_TILES(X) \
+  X(2, 128, kCooperative, kFloat8)                 \
+  X(2, 256, kCooperative, kFloat8Fast)
 
 #define OCTOFUSE_WGMMA_E5M2_TILES(X) \
   X(1, 32, kTokens, kE5M2)           \
@@ -113,15 +117,23 @@
   X(1, 16, kSwapped, kE5M2)          \
   X(1, 64, kSwapped, kE5M2)
 
-#define OCTOFUSE_WGMMA_TILES(X)       \
-  OCTOFUSE_WGMMA_NARROW_TILES(X)      \
-  OCTOFUSE_WGMMA_BROAD_TILES(X)       \
-  OCTOFUSE_WGMMA_FEW_TOKEN_TILES(X)   \
-  OCTOFUSE_WGMMA_SWAPPED_TILES(X)     \
-  OCTOFUSE_WGMMA_PINGPONG_TILES(X)    \
-  OCTOFUSE_WGMMA_FLOAT8_TILES(X)      \
-  OCTOFUSE_WGMMA_FLOAT8_FAST_TILES(X) \
-  OCTOFUSE_WGMMA_FLOAT8_PINGPONG_TILES(X) OCTOFUSE_WGMMA_COOPERATIVE_TILES(X) OCTOFUSE_WGMMA_E5M2_TILES(X)
+// The tiles that have a second kernel, which adds products of outliers.
+#define OCTOFUSE_WGMMA_OUTLIER_TILES(X) \
+  OCTOFUSE_WGMMA_NARROW_TILES(X)        \
+  OCTOFUSE_WGMMA_BROAD_TILES(X)         \
+  OCTOFUSE_WGMMA_FEW_TOKEN_TILES(X)     \
+  OCTOFUSE_WGMMA_SWAPPED_TILES(X)       \
+  OCTOFUSE_WGMMA_PINGPONG_TILES(X)      \
+  OCTOFUSE_WGMMA_COOPERATIVE_TILES(X)
+
+#define OCTOFUSE_WGMMA_OTHER_TILES(X)     \
+  OCTOFUSE_WGMMA_LARGEST_TILES(X)         \
+  OCTOFUSE_WGMMA_FLOAT8_TILES(X)          \
+  OCTOFUSE_WGMMA_FLOAT8_FAST_TILES(X)     \
+  OCTOFUSE_WGMMA_FLOAT8_PINGPONG_TILES(X) \
+  OCTOFUSE_WGMMA_FLOAT8_COOPERATIVE_TILES(X) OCTOFUSE_WGMMA_E5M2_TILES(X)
+
+#define OCTOFUSE_WGMMA_TILES(X) OCTOFUSE_WGMMA_OUTLIER_TILES(X) OCTOFUSE_WGMMA_OTHER_TILES(X)
 
 namespace octofuse::wgmma {
 
@@ -136,14 +148,20 @@ struct TileShape {
   int rows, cols;
   Form form;
   Arithmetic arithmetic;
+  bool takes_outliers;
 };
 
 // Channels that a persistent kernel finishes at a time.
 constexpr int piece_cols(int cols) { return cols % 32 == 0 ? 32 : 16; }
 
 inline constexpr TileShape kTiles[] = {
-#define OCTOFUSE_ROW(row_blocks, cols, form, arithmetic) {64 * (row_blocks), cols, Form::form, Arithmetic::arithmetic},
-    OCTOFUSE_WGMMA_TILES(OCTOFUSE_ROW)
+#define OCTOFUSE_ROW(row_blocks, cols, form, arithmetic, outliers) \
+  {64 * (row_blocks), cols, Form::form, Arithmetic::arithmetic, outliers},
+#define OCTOFUSE_OUTLIER_ROW(...) OCTOFUSE_ROW(__VA_ARGS__, true)
+#define OCTOFUSE_OTHER_ROW(...) OCTOFUSE_ROW(__VA_ARGS__, false)
+    OCTOFUSE_WGMMA_OUTLIER_TILES(OCTOFUSE_OUTLIER_ROW) OCTOFUSE_WGMMA_OTHER_TILES(OCTOFUSE_OTHER_ROW)
+#undef OCTOFUSE_OTHER_ROW
+#undef OCTOFUSE_OUTLIER_ROW
 #undef OCTOFUSE_ROW
 };
 

@@ -1,0 +1,91 @@
+// The thread that copies a tile's operands to the ring.
+#pragma once
+
+#include "gemm/wgmma/outliers.cuh"
+
+namespace octofuse::wgmma {
+
+// One thread feeds the ring. The tile that reaches beyond the last token reads the tokens that exist and no more: rows
+// that the copy engine has to fill with zeros cost it more than rows that it reads. What lies in the ring below them
+// gives accumulators that nobody stores.
+template <class Tile>
+struct Producer {
+  static constexpr int kTokenOffset = Tile::kSwap ? Tile::kBytesA : 0;
+  static constexpr int kWeightOffset = Tile::kSwap ? 0 : Tile::kBytesA;
+  const typename Tile::Args& args;
+  const Place& place;
+  typename Tile::Shared& shared;
+  uint8_t* ring;
+  const CUtensorMap& x_map;
+  int m0, n0;
+  uint32_t bytes;  // of a stage
+
+  __device__ Producer(const typename Tile::Args& args, const Place& place, typename Tile::Shared& shared, uint8_t* ring,
+                      int m0, int n0)
+      : args(args),
+        place(place),
+        shared(shared),
+        ring(ring),
+        x_map(args.output.m - m0 < Tile::kTokens ? args.x_rest_map : args.x_map),
+        m0(m0),
+        n0(n0),
+        bytes(static_cast<uint32_t>(Tile::kChannels + min(Tile::kTokens, args.output.m - m0)) * kBlockK) {}
+
+  __device__ void load(const CUtensorMap& map, int block, int stage, int offset, int row) {
+    constexpr uint64_t kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+    cute::SM90_TMA_LOAD_2D::copy(&map, reinterpret_cast<uint64_t*>(&shared.full[stage]), kNormal,
+                                 ring + stage * Tile::kStageBytes + offset, block * kBlockK, row);
+  }
+  __device__ void load_weights(int i, int stage) {
+    shared.full[stage].arrive_and_expect_tx(bytes);
+    if constexpr (Tile::kOutliers) {
+      if (i >= place.k_count) return load(args.w_columns_map, i - place.k_count, stage, kWeightOffset, n0);
+    }
+    load(args.w_map, place.k_begin + i, stage, kWeightOffset, n0);
+  }
+  __device__ void load_tokens(int i, int stage) {
+    if constexpr (Tile::kOutliers) {
+      const bool whole = args.output.m - m0 >= Tile::kTokens;
+      const CUtensorMap& map = whole ? args.x_columns_map : args.x_columns_rest_map;
+      if (i >= place.k_count) return load(map, i - place.k_count, stage, kTokenOffset, m0);
+    }
+    load(x_map, place.k_begin + i, stage, kTokenOffset, m0);
+  }
+  // Behind the wait for earlier kernels.
+  __device__ int blocks() const {
+    if constexpr (Tile::kOutliers) return place.k_count + column_blocks(args);
+    return place.k_count;
+  }
+
+  // All stages once, as soon as their barriers are there.
+  __device__ void fill() {
+    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.w_map));
+    cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&x_map));
+    const int early = args.constant_weight ? min(args.stages, place.k_count) : 0;
+    for (int i = 0; i < early; ++i) load_weights(i, i);
+    wait_for_predecessors();
+    const int first = min(args.stages, blocks());
+    for (int i = 0; i < first; ++i) {
+      if (i >= early) load_weights(i, i);
+      load_tokens(i, i);
+    }
+  }
+
+  // The rest, as stages come free.
+  __device__ void refill() {
+    launch_dependents();
+    uint32_t phase = 0;
+    const int end = blocks();
+    for (int i = args.stages, stage = 0; i < end; ++i) {
+      shared.empty[stage].wait(phase);
+      load_weights(i, stage);
+      load_tokens(i, stage);
+      if (++stage == args.stages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+  }
+};
+
+}  // namespace octofuse::wgmma

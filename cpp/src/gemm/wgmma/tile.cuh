@@ -1,0 +1,70 @@
+// A tile of the one-tile kernel, and where its block stands.
+#pragma once
+
+#include "device/wgmma.cuh"
+#include "epilogue/tile.cuh"
+#include "gemm/wgmma/launch.h"
+#include "gemm/wgmma/promoted.cuh"
+
+namespace octofuse::wgmma {
+
+constexpr int kBlockK = 128;    // bytes of K a stage: one row of TMA's widest swizzle
+constexpr int kMaxStages = 32;  // one lane of a warp prepares each
+
+template <Arithmetic kArithmetic, bool kSwap>
+using InstructionOf = std::conditional_t<kArithmetic == Arithmetic::kInt8, S32S8S8,
+                                         std::conditional_t<kArithmetic != Arithmetic::kE5M2, F32E4M3E4M3,
+                                                            std::conditional_t<kSwap, F32E4M3E5M2, F32E5M2E4M3>>>;
+
+template <int kWarpgroups_, int kCols_, bool kSwap_, Arithmetic kArithmetic_, bool kOutliers_ = false>
+struct Tile {
+  static constexpr Arithmetic kArithmetic = kArithmetic_;
+  static constexpr bool kOutliers = kOutliers_;
+  using Args = std::conditional_t<kOutliers, OutlierKernelArgs, KernelArgs>;
+  using Instruction = InstructionOf<kArithmetic, kSwap_>;
+  using Register = typename SumsOf<Instruction>::Register;
+  using Sum = std::conditional_t<kOutliers, float, typename SumsOf<Instruction>::Sum>;
+  static constexpr int kWarpgroups = kWarpgroups_;
+  static constexpr int kRows = 64 * kWarpgroups;
+  static constexpr int kCols = kCols_;
+  static constexpr bool kSwap = kSwap_;  // rows are output channels, cols are tokens
+  static constexpr int kTokens = kSwap ? kCols : kRows;
+  static constexpr int kChannels = kSwap ? kRows : kCols;
+  static constexpr int kConsumers = 128 * kWarpgroups;
+  static constexpr int kProducer = kConsumers;      // its first thread
+  static constexpr int kVectors = kConsumers + 32;  // the vector warp's first thread
+  static constexpr int kThreads = kConsumers + 64;
+  static constexpr int kBytesA = kRows * kBlockK;
+  static constexpr int kStageBytes = (kRows + kCols) * kBlockK;
+  static_assert(!promotes(kArithmetic) || kScaleBlock % kChannels == 0, "channels must lie in one block");
+  struct NoFactors {};
+  using Factors = std::conditional_t<promotes(kArithmetic), FactorRing<kTokens, kConsumers>, NoFactors>;
+  struct Shared {
+    FullBarrier full[kMaxStages];
+    EmptyBarrier empty[kMaxStages];
+    Factors factors;
+    TileVectors<kTokens, kChannels> vectors;
+  };
+  static constexpr int kFixedBytes = (static_cast<int>(sizeof(Shared)) + 1023) / 1024 * 1024;
+  // At the end the accumulators lie in the ring's place, [tokens][channels]. The pitch (in words) spreads a fragment's
+  // rows over all banks.
+  static constexpr int kPitch = kSwap ? kChannels + 4 : kChannels + (40 - kChannels % 32) % 32;
+  static constexpr int kEpilogueBytes = kTokens * kPitch * static_cast<int>(sizeof(Sum));
+  using Share = TileShare<kTokens, kChannels, kConsumers>;
+};
+
+// Where a block stands: its tile and its slice of K.
+struct Place {
+  int tile_r, tile_c, rank_k;
+  int k_begin, k_count;  // in blocks of kBlockK
+
+  __device__ explicit Place(const KernelArgs& args) {
+    tile_c = static_cast<int>(blockIdx.x);
+    tile_r = static_cast<int>(blockIdx.y);
+    rank_k = static_cast<int>(blockIdx.z);  // a cluster spans the grid's z, so this is the rank in it too
+    k_begin = rank_k * args.k_share;
+    k_count = max(0, min(args.k_share, args.k_blocks - k_begin));
+  }
+};
+
+}  // namespace octofuse::wgmma

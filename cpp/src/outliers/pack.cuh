@@ -1,0 +1,110 @@
+// Eight columns of a row: what is no outlier, in int8, and where the others are.
+#pragma once
+
+#include "octofuse/outliers.h"
+#include "rows/reduce.cuh"
+
+namespace octofuse::outliers {
+
+using rows::kPack;
+using rows::Pack;
+
+template <class T, bool kWide>
+__device__ inline Pack<T> load_pack(const T* row, int index, int k) {
+  if constexpr (kWide) {
+    return *reinterpret_cast<const Pack<T>*>(row + index * kPack);
+  } else {
+    Pack<T> pack;
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) {
+      pack.values[j] = index * kPack + j < k ? row[index * kPack + j] : rows::from_float<T>(0.0F);
+    }
+    return pack;
+  }
+}
+
+// A bit for each outlier of a pack, and the largest magnitude of the others to `largest`. Most packs have none, and are
+// done at once.
+template <class T>
+__device__ inline uint32_t measure(const Pack<T>& pack, float threshold, float& largest) {
+  const auto take = [&](float value) { asm("max.NaN.f32 %0, %0, %1;" : "+f"(largest) : "f"(value)); };
+  rows::Largest<T> of_pack;
+  of_pack.take(pack);
+  const float most = of_pack.value();
+  if (most < threshold) {
+    take(most);
+    return 0;
+  }
+  uint32_t outliers = 0;
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) {
+    const float value = fabsf(to_float(pack.values[j]));
+    const bool is_outlier = value >= threshold;
+    outliers |= (is_outlier ? 1U : 0U) << j;
+    take(is_outlier ? 0.0F : value);
+  }
+  return outliers;
+}
+
+// The outliers of pack `index` to a block's marks in shared memory.
+__device__ inline void mark_pack(uint32_t outliers, int index, uint32_t* marks) {
+  const uint32_t bits = outliers << index % 4 * kPack;
+  if ((marks[index / 4] & bits) != bits) atomicOr(marks + index / 4, bits);
+}
+
+// The pack times `inverse` to int8, zeros in `columns`, of which the first bit is that of the pack's first.
+template <class T, bool kWide>
+__device__ inline void store_pack(const Pack<T>& pack, uint32_t columns, float inverse, int8_t* q, int index, int k) {
+  Pack<float> wide = rows::widen(pack);
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) {
+    if ((columns >> j & 1U) != 0) wide.values[j] = 0.0F;
+  }
+  const Pack<int8_t> bytes = rows::quantised(wide, DType::kInt8, inverse);
+  if constexpr (kWide) {
+    *reinterpret_cast<Pack<int8_t>*>(q + index * kPack) = bytes;
+  } else {
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) {
+      if (index * kPack + j < k) q[index * kPack + j] = bytes.values[j];
+    }
+  }
+}
+
+// Where the columns go that hold outliers.
+struct Gathered {
+  int* count;
+  int* columns;
+  void* x;  // [m, kMostGathered]
+  void* w;  // [n, kMostGathered]
+};
+
+// A row's columns side by side, from the list's number `before` on; `thread` of `threads`. Several are on their way at
+// once: the compiler cannot know that none of them is written here.
+template <class T, class From>
+__device__ inline void gather_row(const From* row, const int* columns, int count, int before, int thread, int threads,
+                                  T* to) {
+  constexpr int kAhead = 8;
+  const int end = min(count, kMostGathered - before);
+#pragma unroll 1
+  for (int first = thread; first < end; first += kAhead * threads) {
+    From values[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i * threads < end) values[i] = row[columns[first + i * threads]];
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i * threads < end) to[before + first + i * threads] = rows::from_float<T>(to_float(values[i]));
+    }
+  }
+}
+
+// Zeros up to a whole block of columns.
+template <class T>
+__device__ inline void end_row(int total, int thread, int threads, T* to) {
+  const int end = min((total + kOutlierBlock - 1) / kOutlierBlock * kOutlierBlock, kMostGathered);
+  for (int at = total + thread; at < end; at += threads) to[at] = rows::from_float<T>(0.0F);
+}
+
+}  // namespace octofuse::outliers
