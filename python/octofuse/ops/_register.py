@@ -130,7 +130,7 @@ def _fake_quantized_linear(call: RowLinearCall) -> Tensor:
 
 
 def _fake_outlier_linear(call: OutlierCall) -> Tensor:
-    return call.x.new_empty([*call.x.shape[:-1], call.w.shape[0]])
+    return call.x.new_empty(_shape_like(call.x, call.w, floats=True))
 
 
 def _fake_lowbit_linear(call: LowbitCall) -> Tensor:
