@@ -286,7 +286,8 @@ def many_sequences_cases() -> int:
 
 
 def outlier_cases() -> int:
-    """LLM.int8(): marked rows; gathered columns in all forms of kernels, more than are gathered; ragged sizes."""
+    """LLM.int8(): digits, with K in one piece and in parts; gathered columns in all forms of kernels, more than are
+    gathered; ragged sizes."""
     count = 0
     for m, n, k, columns in (
         (1, 64, 128, 3),
@@ -294,7 +295,10 @@ def outlier_cases() -> int:
         (3, 70, 97, 9),
         (20, 200, 640, 200),
         (5, 33, 264, 0),
-        (40, 65, 2056, 300),
+        (9, 300, 2304, 12),
+        (31, 72, 9000, 40),
+        (1, 1030, 1024, 9),
+        (50, 65, 2056, 300),
         (130, 200, 1000, 7),
         (600, 4096, 384, 70),
         (600, 4096, 640, 270),

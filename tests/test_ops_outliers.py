@@ -94,17 +94,48 @@ def test_views_epilogues_and_again(device: str) -> None:
     assert octofuse.llm_int8_linear(x.view(3, 3, 200), w, scale).shape == (3, 3, 72)
 
 
+def skip_other_devices() -> None:
+    if torch.cuda.get_device_capability() != (9, 0) or "90a" not in _C.build_info()["architectures"]:
+        pytest.skip("other devices' products of outliers are rounded before they are added")
+
+
+def in_fixed_point(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    """Up to 48 tokens: outliers as integers of at most 22 bits, sums exact, the formula in fp32 step by step."""
+    outliers = x.abs() >= 6.0
+    q, scales, _ = published(x, w, scale)
+    if not outliers.any():
+        return octofuse.i8f16_linear(q, w, scales, scale, out_dtype=x.dtype)
+    exponent = torch.frexp(x.float().abs().amax(1, keepdim=True))[1] - 1.0
+    numbers = (x.double() * outliers.any(0) * 2.0 ** (21 - exponent.double())).round()
+    sums = [(t.double() @ w.double().t()).float() for t in (q, numbers)]
+    t = sums[0] * scales + sums[1] * 2.0 ** (exponent - 21)
+    return (t * scale).to(x.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 2, 5, 16, 48])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (200, 1000), (1003, 2056), (4096, 4096), (96, 20000), (30000, 520)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_few_tokens_are_exact(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    skip_other_devices()
+    for columns in (0, 1, 40, k // 3):
+        x, w, scale = case(m, n, k, columns, "cuda", dtype)
+        assert torch.equal(octofuse.llm_int8_linear(x, w, scale), in_fixed_point(x, w, scale)), columns
+    x[0] *= 1e-4
+    x[-1] *= 100.0
+    assert torch.equal(octofuse.llm_int8_linear(x, w, scale), in_fixed_point(x, w, scale))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "k"), [(200, 512), (4096, 4096), (1003, 2056), (96, 14344)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_row_has_the_same_bits_in_every_kernel(n: int, k: int, dtype: torch.dtype) -> None:
-    """One and two tokens, and three to thousands; alone and beside rows without outliers."""
-    if torch.cuda.get_device_capability() != (9, 0) or "90a" not in _C.build_info()["architectures"]:
-        pytest.skip("other devices' products of outliers are rounded before they are added")
+    """One to 48 tokens, and more; alone and beside rows without outliers."""
+    skip_other_devices()
     noise = torch.randn(2100, k).clamp(-5, 5).to(dtype).cuda()
     for columns in (0, 3, 40, 300):
         x, w, scale = case(1, n, k, columns, "cuda", dtype)
-        for same in ((1, 2), (3, 5, 16, 32, 33, 64, 100, 129, 300, 700, 2100)):
+        for same in ((1, 2, 3, 5, 16, 32, 33, 48), (49, 64, 100, 129, 300, 700, 2100)):
             want = None
             for m in same:
                 got = octofuse.llm_int8_linear(x.expand(m, k).contiguous(), w, scale)
@@ -118,7 +149,7 @@ def test_a_row_has_the_same_bits_in_every_kernel(n: int, k: int, dtype: torch.dt
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 3, 20, 90, 1000])
-@pytest.mark.parametrize("n", [256, 1003])
+@pytest.mark.parametrize("n", [40, 256, 1003])
 def test_epilogues_of_every_kernel(m: int, n: int) -> None:
     x, w, scale = case(m, n, 1024, 30, "cuda")
     bias, residual = torch.randn(n, device="cuda"), torch.randn(m, n, device="cuda").half()
@@ -144,16 +175,18 @@ def test_numbers_that_are_none(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 3, 40, 200])
-def test_in_a_graph(m: int) -> None:
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 256, 512), (1, 1003, 4104), (3, 256, 512), (40, 256, 512), (200, 256, 512)]
+)
+def test_in_a_graph(m: int, n: int, k: int) -> None:
     """Which columns hold outliers changes from replay to replay."""
-    x, w, scale = case(m, 256, 512, 5, "cuda")
+    x, w, scale = case(m, n, k, 5, "cuda")
     graph = torch.cuda.CUDAGraph()
     octofuse.llm_int8_linear(x, w, scale)
     with torch.cuda.graph(graph):
         got = octofuse.llm_int8_linear(octofuse.activate(x, "relu"), w, scale, constant_weight=True)
     for columns in (0, 3, 300):
-        x.copy_(case(m, 256, 512, columns, "cuda")[0])
+        x.copy_(case(m, n, k, columns, "cuda")[0])
         graph.replay()
         assert torch.equal(got, octofuse.llm_int8_linear(x.relu(), w, scale))
 

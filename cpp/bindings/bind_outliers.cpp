@@ -100,10 +100,11 @@ py::object outlier_linear_op(const py::tuple& fields) {
   gemm.ldo = gemm.n;
   py::object result = factory.make(call.linear.out_shape, gemm.out_type, &gemm.out);
   if (gemm.m == 0) return result;
-  call.args.q = static_cast<int8_t*>(allocate(static_cast<size_t>(gemm.m * gemm.k)));
+  const int64_t rows = kind == Outliers::kDigits ? kDigitRows * gemm.m : gemm.m;
+  call.args.q = static_cast<int8_t*>(allocate(static_cast<size_t>(rows * gemm.k)));
   call.args.scales = static_cast<float*>(allocate(static_cast<size_t>(gemm.m) * sizeof(float)));
   const Stream stream = factory.current_stream();
-  const auto find = kind == Outliers::kMarked ? mark_outliers : gather_outliers;
+  const auto find = kind == Outliers::kDigits ? outlier_digits : gather_outliers;
   gemm.outliers = find(call.args, device, stream, allocate);
   gemm.x = call.args.q;
   gemm.w = call.args.w;

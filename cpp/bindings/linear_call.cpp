@@ -186,7 +186,7 @@ void prefer_onednn(double products) { onednn_products = products; }
 GemmProblem problem_of(const LinearCall& call) {
   const GemmArgs& args = call.args;
   GemmProblem problem;
-  problem.m = args.m;
+  problem.m = args.x_rows();
   problem.n = args.n;
   problem.k = args.k;
   problem.out = args.out_type;

@@ -32,12 +32,12 @@ enum class Arithmetic : int8_t {
   kE5M2,        // x in e5m2, w in e4m3; else as kFloat8
 };
 
-// Columns that are multiplied in floating point beside the int8 product (OutlierColumns): none, gathered or marked.
-enum class Outliers : int8_t { kNone, kGathered, kMarked };
+// Columns that are not quantised to int8 as the others are (OutlierColumns): none, gathered or as digits.
+enum class Outliers : int8_t { kNone, kGathered, kDigits };
 
 // What select() may look at: the shape and the kind of output, never a pointer or a value.
 struct GemmProblem {
-  int64_t m = 0, n = 0, k = 0;
+  int64_t m = 0, n = 0, k = 0;  // m: rows of x
   DType out = DType::kFloat16;
   bool raw = false;                // is_raw() of the call
   int64_t ldo = 0;                 // leading dimension of the output in elements
@@ -123,9 +123,9 @@ struct EpilogueArgs {
   int clamp_low = -127;  // -128 for the raw requantisation of i8i8_matmul
 };
 
-// LLM.int8(): columns of x and w whose products, in floating point, are added to those of int8. Which columns they are
-// is known on the device alone. They are gathered, and zero in the int8 x; or, for few tokens, every row has marks of
-// its own outliers, which alone are zero there, and a kernel takes the rest of a column's values back.
+// LLM.int8(): columns whose products are added to those of the int8 x, in which they are zero. Which they are is known
+// on the device alone. They are gathered and multiplied in floating point; or, for few tokens, they are integers below
+// 2^22 (an infinity: 2^23), whose three signed digits of 8 bits are further rows of x.
 struct OutlierColumns {
   DType type = DType::kFloat16;  // of x and of what is gathered: fp16 or bf16
   const void* x = nullptr;       // [m, k], row stride ldx
@@ -139,20 +139,21 @@ struct OutlierColumns {
   const int* columns = nullptr;
   const void* x_gathered = nullptr;
   const void* w_gathered = nullptr;
-  // Marked: a bit for each column of each row, [m, words_of_marks(k)].
-  const uint32_t* marks = nullptr;
+  // Digits: the int8 x has kDigitRows rows a token, its values and its outliers' three digits, the highest first.
+  // Factors of the sums of both, [m, 2]: 1 and 0 without outliers. Behind one token's, a bit for each column.
+  const float* factors = nullptr;
 
   Outliers kind() const {
-    return marks != nullptr ? Outliers::kMarked : count != nullptr ? Outliers::kGathered : Outliers::kNone;
+    return factors != nullptr ? Outliers::kDigits : count != nullptr ? Outliers::kGathered : Outliers::kNone;
   }
 };
-constexpr int64_t words_of_marks(int64_t k) { return (k + 31) / 32; }
+constexpr int kDigitRows = 4;
 constexpr int kMostGathered = 256;
 constexpr int kOutlierBlock = 64;  // 128 bytes
 
 struct GemmArgs {
   int64_t m = 0, n = 0, k = 0;
-  const int8_t* x = nullptr;  // [M, K], row stride ldx; the bytes of float8, too
+  const int8_t* x = nullptr;  // [x_rows(), K], row stride ldx; the bytes of float8, too
   int64_t ldx = 0;
   const int8_t* w = nullptr;  // [N, K], row stride ldw
   int64_t ldw = 0;
@@ -168,6 +169,8 @@ struct GemmArgs {
   // Nothing in flight on the stream writes w, w_scale, bias or w_sum: in a captured chain they may be read before the
   // kernel's predecessor has finished.
   bool constant_weight = false;
+
+  int64_t x_rows() const { return outliers.kind() == Outliers::kDigits ? kDigitRows * m : m; }
 };
 
 inline Arithmetic arithmetic_of(const GemmArgs& args) {

@@ -1,5 +1,5 @@
-// LLM.int8(): columns with an outlier, |x| >= threshold in any row, are multiplied in floating point, all others in
-// int8.
+// LLM.int8(): columns with an outlier, |x| >= threshold in any row, are multiplied in floating point, or as integers of
+// 22 bits, all others in int8.
 //
 // Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", 2022. Which columns these are
 // is known on the device alone, and nothing waits for the host.
@@ -26,8 +26,10 @@ struct OutlierArgs {
 // outlier in any row are zero in every row. Returns these columns, gathered in scratch memory.
 OutlierColumns gather_outliers(const OutlierArgs& args, int device, Stream stream, const Allocator& allocate);
 
-// The same for few rows, but that a row's q is zero at its own outliers alone, which are marked.
-OutlierColumns mark_outliers(const OutlierArgs& args, int device, Stream stream, const Allocator& allocate);
+// The same for at most kMostDigitTokens rows, but that q is [kDigitRows * m, k], with three rows of digits behind each,
+// and scales are one where there are outliers (OutlierColumns::factors).
+OutlierColumns outlier_digits(const OutlierArgs& args, int device, Stream stream, const Allocator& allocate);
+constexpr int kMostDigitTokens = 48;
 
 // What the device's int8 kernels take of m rows as GemmArgs::outliers.
 Outliers outliers_of_kernels(int64_t m, int device);

@@ -5,6 +5,7 @@
 #include "lowbit/kernels.h"
 #include "octofuse/decode.h"
 #include "octofuse/error.h"
+#include "octofuse/outliers.h"
 #include "parallel/clustered.h"
 #include "rows/pass_chained.h"
 
@@ -65,5 +66,8 @@ namespace octofuse {
 
 bool takes_logits(int64_t, int) { return false; }
 void logits(const LogitsArgs&, int, Stream) { throw RuntimeError("logits: this build holds no sm_90a kernels"); }
+OutlierColumns outlier_digits(const OutlierArgs&, int, Stream, const Allocator&) {
+  throw RuntimeError("outliers_digits: this build holds no sm_90a kernels");
+}
 
 }  // namespace octofuse

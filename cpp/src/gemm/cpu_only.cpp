@@ -51,7 +51,7 @@ void run_row_linear(const RowPassArgs&, bool, const GemmArgs&, const GemmProblem
 }
 void row_pass(const RowPassArgs&, int, Stream) { absent(); }
 OutlierColumns gather_outliers(const OutlierArgs&, int, Stream, const Allocator&) { absent(); }
-OutlierColumns mark_outliers(const OutlierArgs&, int, Stream, const Allocator&) { absent(); }
+OutlierColumns outlier_digits(const OutlierArgs&, int, Stream, const Allocator&) { absent(); }
 Outliers outliers_of_kernels(int64_t, int) { return Outliers::kNone; }
 void outlier_product(const OutlierArgs&, const OutlierColumns&, const ScaleView&, void*, int, Stream) { absent(); }
 void gather(const GatherArgs&, int, Stream) { absent(); }

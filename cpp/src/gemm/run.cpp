@@ -34,7 +34,7 @@ void align_operand(const int8_t*& data, int64_t& ld, int64_t rows, int64_t k, in
 }
 
 GemmArgs with_aligned_operands(GemmArgs args, int device, Stream stream, const Allocator& allocate) {
-  align_operand(args.x, args.ldx, args.m, args.k, device, stream, allocate);
+  align_operand(args.x, args.ldx, args.x_rows(), args.k, device, stream, allocate);
   const int8_t* const weight = args.w;
   align_operand(args.w, args.ldw, args.n, args.k, device, stream, allocate);
   args.constant_weight = args.constant_weight && args.w == weight;  // a copy is not there before its kernel has ended

@@ -60,7 +60,8 @@ const char* why_not_naive(const GemmProblem& problem, const Capability& capabili
 }
 
 const char* why_not_skinny(const Candidate& candidate, const GemmProblem& problem, const Capability& capability) {
-  if (problem.m > candidate.tile_m) return "M is larger than its tile";
+  const int64_t rows = problem.outliers == Outliers::kDigits ? kDigitRows : 1;
+  if (problem.m > rows * candidate.tile_m) return "M is larger than its tile";
   if (problem.double_activation) return "fp32 output evaluates gelu and silu in double";
   return why_not_sm80(capability);
 }
@@ -77,13 +78,15 @@ const char* why_not_wgmma(const GemmProblem& problem, const Capability& capabili
 
 const char* why_not_outliers(const Candidate& candidate, const GemmProblem& problem) {
   if (problem.outliers == Outliers::kNone) return nullptr;
-  if (problem.outliers == Outliers::kMarked) {
-    const bool takes = candidate.engine == Engine::kSkinny && candidate.tile < skinny::kGemvTiles;
-    return takes ? nullptr : "it takes no rows with marked outliers";
-  }
+  const bool takes_one = candidate.engine == Engine::kSkinny && candidate.tile < skinny::kOneTokenTiles;
+  if (problem.outliers == Outliers::kDigits && takes_one) return nullptr;
   if (candidate.engine != Engine::kWgmma) return "it multiplies no columns with outliers";
-  if (candidate.split > 1) return "it multiplies no columns with outliers where blocks share K";
-  return wgmma::kTiles[candidate.tile].takes_outliers ? nullptr : "its tile has no kernel for columns with outliers";
+  const wgmma::TileShape& tile = wgmma::kTiles[candidate.tile];
+  if (!tile.takes_gathered) return "its tile has no kernel for columns with outliers";
+  if (problem.outliers == Outliers::kDigits) {
+    return tile.takes_digits ? nullptr : "its tile has no kernel for digits of outliers";
+  }
+  return candidate.split > 1 ? "it multiplies no columns with outliers where blocks share K" : nullptr;
 }
 
 const char* why_not_arithmetic(const Candidate& candidate, Arithmetic asked) {
@@ -151,7 +154,7 @@ const Candidate* cheapest(const GemmProblem& problem, const Capability& capabili
 // problem's.
 const Candidate* tuned(const GemmProblem& problem, const Capability& capability) {
   const TunedShape* best = nullptr;
-  if (capability.tuned == nullptr) return nullptr;
+  if (capability.tuned == nullptr || problem.outliers == Outliers::kDigits) return nullptr;  // its rows are no tokens
   for (const TunedShape& shape : capability.tuned->shapes) {
     if (shape.n != problem.n || shape.k != problem.k || shape.out != problem.out) continue;
     if (shape.best->arithmetic != problem.arithmetic) continue;
@@ -172,10 +175,35 @@ const Candidate* requantised_by_cublaslt(const GemmProblem& problem, const Capab
   return cheapest(problem, capability, "cublaslt");
 }
 
+// One token's outliers as digits: dot products skip the digits that are zero, and are faster, except where N is large
+// and K small: there blocks are short, and each waits for digits (28672 x 4096 on an H200: 34.1 us, wgmma 31.6).
+const Candidate* one_token_with_digits(const GemmProblem& problem, const Capability& capability) {
+  constexpr int64_t kManyChannels = 16384, kFewColumns = 8192;
+  if (problem.m != kDigitRows || (problem.n >= kManyChannels && problem.k <= kFewColumns)) return nullptr;
+  GemmProblem one = problem;
+  one.m = 1;
+  const auto time = [&](size_t tile) { return estimated_time(candidates()[tile], one, capability); };
+  static_assert(skinny::kOneTokenTiles == 2);  // the first of candidates()
+  return &candidates()[time(0) <= time(1) ? 0 : 1];
+}
+
+// What was best for half the rows and has room for all (no tile has for more than 128): it reads its weights as fast.
+// Asked for where the best of so many rows is a persistent tile; none of these has a kernel for digits.
+const Candidate* best_of_half(GemmProblem problem, const Capability& capability) {
+  const int64_t rows = problem.m;
+  problem.m = rows / 2;
+  const Candidate* best = measured_best(problem, capability);
+  return best != nullptr && best->tile_m >= rows ? best : nullptr;
+}
+
 const Candidate* measured(const GemmProblem& problem, const Capability& capability) {
-  const Candidate* best = requantised_by_cublaslt(problem, capability);
+  const auto serves = [&](const Candidate* c) { return c != nullptr && why_not(*c, problem, capability) == nullptr; };
+  const bool digits = problem.outliers == Outliers::kDigits;
+  const Candidate* best =
+      digits ? one_token_with_digits(problem, capability) : requantised_by_cublaslt(problem, capability);
   if (best == nullptr) best = measured_best(problem, capability);
-  return best != nullptr && why_not(*best, problem, capability) == nullptr ? best : nullptr;
+  if (digits && !serves(best)) best = best_of_half(problem, capability);
+  return serves(best) ? best : nullptr;
 }
 
 // What select() reads of a problem and of a capability.

@@ -1,68 +1,22 @@
-// Many tokens in two kernels. The first looks for outliers, a block in 256 columns of a 16th of the rows. The second
-// puts together what all of them found, quantises the rows, and gathers columns of x and w side by side.
+// Many tokens, behind measure.cuh: puts together what its blocks found, quantises the rows, and gathers columns of x
+// and w side by side.
 #pragma once
 
 #include "device/chain.cuh"
 #include "outliers/list.cuh"
-#include "outliers/pack.cuh"
+#include "outliers/measure.cuh"
 
 namespace octofuse::outliers {
 
 constexpr int kThreads = 256;
-constexpr int kMeasureThreads = 512;
-constexpr int kRowGroups = 16;
 
 struct GatherArgs {
+  MeasureArgs found;
   OutlierArgs of;
   Gathered to;
-  // What the first kernel finds.
-  uint32_t* masks;    // [kRowGroups, words]: columns with an outlier in some rows
-  uint32_t* largest;  // [parts, m]: each row's largest magnitude below the threshold in 256 columns
-  int words, parts, rows_of_group;
   int weight_blocks;
-  int threads_of_row, rows_of_block;  // of the second kernel
+  int threads_of_row, rows_of_block;
 };
-
-// A warp has a row, a lane eight columns of it.
-template <class T, bool kWide>
-__global__ void __launch_bounds__(kMeasureThreads) measure_kernel(const __grid_constant__ GatherArgs args) {
-  constexpr int kAhead = 4;  // rows on their way at once
-  constexpr int kWarps = kMeasureThreads / 32;
-  constexpr int kWords = 32 * kPack / 32;
-  __shared__ uint32_t mask[kWords];
-  const int thread = static_cast<int>(threadIdx.x);
-  const int pack = static_cast<int>(blockIdx.x) * 32 + thread % 32;
-  const int k = static_cast<int>(args.of.k);
-  const int64_t end = min(args.of.m, static_cast<int64_t>(blockIdx.y + 1) * args.rows_of_group);
-  const bool inside = pack < (k + kPack - 1) / kPack;
-  if (thread < kWords) mask[thread] = 0;
-  __syncthreads();
-  launch_dependents();
-  wait_for_predecessors();
-#pragma unroll 1
-  for (int64_t row = static_cast<int64_t>(blockIdx.y) * args.rows_of_group + thread / 32; row < end;
-       row += kAhead * kWarps) {
-    Pack<T> packs[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int64_t at = row + i * kWarps;
-      const T* const x = static_cast<const T*>(args.of.x) + at * args.of.ldx;
-      if (inside && at < end) packs[i] = load_pack<T, kWide>(x, pack, k);
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int64_t at = row + i * kWarps;
-      if (at >= end) break;
-      float largest = 0.0F;
-      if (inside) mark_pack(measure(packs[i], args.of.threshold, largest), pack % 32, mask);
-      const uint32_t most = __reduce_max_sync(kFullWarp, __float_as_uint(largest));
-      if (thread % 32 == 0) args.largest[blockIdx.x * args.of.m + at] = most;
-    }
-  }
-  __syncthreads();
-  const int word = static_cast<int>(blockIdx.x) * kWords + thread;
-  if (thread < kWords && word < args.words) args.masks[blockIdx.y * args.words + word] = mask[thread];
-}
 
 struct GatherMemory {
   uint32_t mask[(kMaxK + 31) / 32];
@@ -77,12 +31,7 @@ class Gather {
 
  public:
   __device__ Gather(const GatherArgs& args, GatherMemory& memory) : args_(args), memory_(memory) {
-    for (int word = thread_; word < args.words; word += kThreads) {
-      uint32_t columns = 0;
-#pragma unroll
-      for (int group = 0; group < kRowGroups; ++group) columns |= args.masks[group * args.words + word];
-      memory_.mask[word] = columns;
-    }
+    for (int word = thread_; word < args.found.words; word += kThreads) memory_.mask[word] = args.found.mask(word);
     __syncthreads();
   }
 
@@ -124,7 +73,7 @@ class Gather {
   template <class F>
   __device__ int lists(F f) {
     int total = 0;
-    for_each_list(memory_.list, memory_.mask, args_.words, [&](const int* columns, int count, int before) {
+    for_each_list(memory_.list, memory_.mask, args_.found.words, [&](const int* columns, int count, int before) {
       total += count;
       f(columns, count, before);
     });
@@ -134,8 +83,8 @@ class Gather {
   __device__ void quantise(int64_t row, int thread, int threads) const {
     const int k = static_cast<int>(args_.of.k);
     uint32_t most = 0;
-    for (int part = thread % 32; part < args_.parts; part += 32)
-      most = max(most, args_.largest[part * args_.of.m + row]);
+    for (int part = thread % 32; part < args_.found.parts; part += 32)
+      most = max(most, args_.found.below[part * args_.of.m + row]);
     most = __reduce_max_sync(kFullWarp, most);
     const float scale = rows::scale_of(__uint_as_float(most), DType::kInt8);
     if (thread == 0) args_.of.scales[row] = scale;

@@ -1,6 +1,7 @@
 // Eight columns of a row: what is no outlier, in int8, and where the others are.
 #pragma once
 
+#include "device/align.h"
 #include "octofuse/outliers.h"
 #include "rows/reduce.cuh"
 
@@ -8,6 +9,11 @@ namespace octofuse::outliers {
 
 using rows::kPack;
 using rows::Pack;
+
+// Whether kernels may read and write whole packs.
+inline bool is_wide(const OutlierArgs& args) {
+  return args.k % kPack == 0 && args.ldx % kPack == 0 && is_aligned(args.x) && is_aligned(args.q, kPack);
+}
 
 template <class T, bool kWide>
 __device__ inline Pack<T> load_pack(const T* row, int index, int k) {
@@ -23,16 +29,16 @@ __device__ inline Pack<T> load_pack(const T* row, int index, int k) {
   }
 }
 
-// A bit for each outlier of a pack, and the largest magnitude of the others to `largest`. Most packs have none, and are
-// done at once.
+// A bit for each outlier of a pack, and the largest magnitude of the others to `below`, of all to `most`. Most packs
+// have none, and are done at once.
 template <class T>
-__device__ inline uint32_t measure(const Pack<T>& pack, float threshold, float& largest) {
-  const auto take = [&](float value) { asm("max.NaN.f32 %0, %0, %1;" : "+f"(largest) : "f"(value)); };
+__device__ inline uint32_t measure(const Pack<T>& pack, float threshold, float& below, float& most) {
+  const auto take = [](float value, float& largest) { asm("max.NaN.f32 %0, %0, %1;" : "+f"(largest) : "f"(value)); };
   rows::Largest<T> of_pack;
   of_pack.take(pack);
-  const float most = of_pack.value();
-  if (most < threshold) {
-    take(most);
+  take(of_pack.value(), most);
+  if (of_pack.value() < threshold) {
+    take(of_pack.value(), below);
     return 0;
   }
   uint32_t outliers = 0;
@@ -41,15 +47,27 @@ __device__ inline uint32_t measure(const Pack<T>& pack, float threshold, float& 
     const float value = fabsf(to_float(pack.values[j]));
     const bool is_outlier = value >= threshold;
     outliers |= (is_outlier ? 1U : 0U) << j;
-    take(is_outlier ? 0.0F : value);
+    take(is_outlier ? 0.0F : value, below);
   }
   return outliers;
 }
 
-// The outliers of pack `index` to a block's marks in shared memory.
-__device__ inline void mark_pack(uint32_t outliers, int index, uint32_t* marks) {
+// The outliers of pack `index` to a block's mask in shared memory.
+__device__ inline void mark_pack(uint32_t outliers, int index, uint32_t* mask) {
   const uint32_t bits = outliers << index % 4 * kPack;
-  if ((marks[index / 4] & bits) != bits) atomicOr(marks + index / 4, bits);
+  if ((mask[index / 4] & bits) != bits) atomicOr(mask + index / 4, bits);
+}
+
+template <bool kWide>
+__device__ inline void store_bytes(const Pack<int8_t>& bytes, int8_t* row, int index, int k) {
+  if constexpr (kWide) {
+    *reinterpret_cast<Pack<int8_t>*>(row + index * kPack) = bytes;
+  } else {
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) {
+      if (index * kPack + j < k) row[index * kPack + j] = bytes.values[j];
+    }
+  }
 }
 
 // The pack times `inverse` to int8, zeros in `columns`, of which the first bit is that of the pack's first.
@@ -60,15 +78,7 @@ __device__ inline void store_pack(const Pack<T>& pack, uint32_t columns, float i
   for (int j = 0; j < kPack; ++j) {
     if ((columns >> j & 1U) != 0) wide.values[j] = 0.0F;
   }
-  const Pack<int8_t> bytes = rows::quantised(wide, DType::kInt8, inverse);
-  if constexpr (kWide) {
-    *reinterpret_cast<Pack<int8_t>*>(q + index * kPack) = bytes;
-  } else {
-#pragma unroll
-    for (int j = 0; j < kPack; ++j) {
-      if (index * kPack + j < k) q[index * kPack + j] = bytes.values[j];
-    }
-  }
+  store_bytes<kWide>(rows::quantised(wide, DType::kInt8, inverse), q, index, k);
 }
 
 // Where the columns go that hold outliers.

@@ -1,14 +1,12 @@
-// Which kernels find outliers: one that marks them, or two that gather their columns.
+// Outliers of many tokens: their columns gathered, in two kernels, and for other devices multiplied in a third.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
-#include "device/align.h"
 #include "device/launch.h"
 #include "octofuse/device.h"
 #include "octofuse/outliers.h"
 #include "outliers/gather.cuh"
-#include "outliers/mark.cuh"
 #include "outliers/product.cuh"
 
 namespace octofuse {
@@ -24,10 +22,6 @@ void launch(const char* name, void (*kernel)(Args), dim3 grid, int threads, bool
                 chained, &args, stream);
 }
 
-bool is_wide(const OutlierArgs& args) {
-  return args.k % kPack == 0 && args.ldx % kPack == 0 && is_aligned(args.x) && is_aligned(args.q, kPack);
-}
-
 OutlierColumns operands_of(const OutlierArgs& args) {
   OutlierColumns columns;
   columns.type = args.type;
@@ -39,35 +33,14 @@ OutlierColumns operands_of(const OutlierArgs& args) {
 }
 
 template <class T>
-OutlierColumns mark(const OutlierArgs& args, int device, cudaStream_t stream, const Allocator& allocate) {
-  constexpr int64_t kOfThread = int64_t{kMarkThreads} * kPack;
-  const auto words = static_cast<size_t>(args.m * words_of_marks(args.k));
-  auto* const marks = static_cast<uint32_t*>(allocate(words * sizeof(uint32_t)));
-  const auto kernel = !is_wide(args) || args.k > 4 * kOfThread ? mark_kernel<T, 0>
-                      : args.k > kOfThread                     ? mark_kernel<T, 4>
-                                                               : mark_kernel<T, 1>;
-  launch("outliers_mark", kernel, dim3(static_cast<unsigned>(args.m)), kMarkThreads, is_chained(stream, device),
-         MarkArgs{args, marks}, stream);
-  OutlierColumns columns = operands_of(args);
-  columns.marks = marks;
-  return columns;
-}
-
-template <class T>
 OutlierColumns gather(const OutlierArgs& args, int device, cudaStream_t stream, const Allocator& allocate) {
-  constexpr int64_t kPartColumns = 32 * kPack, kWeightRows = kThreads / 8;
+  constexpr int64_t kWeightRows = kThreads / 8;
   const auto make = [&](int64_t count, size_t size) { return allocate(static_cast<size_t>(count) * size); };
-  GatherArgs gather{};
-  gather.of = args;
+  GatherArgs gather{MeasureArgs(args, false, allocate), args, {}, 0, 0, 0};
   gather.to.count = static_cast<int*>(make(1, sizeof(int)));
   gather.to.columns = static_cast<int*>(make(args.k, sizeof(int)));
   gather.to.x = make(args.m * kMostGathered, sizeof(T));
   gather.to.w = make(args.n * kMostGathered, sizeof(T));
-  gather.words = static_cast<int>(words_of_marks(args.k));
-  gather.parts = static_cast<int>(ceil_div(args.k, kPartColumns));
-  gather.rows_of_group = static_cast<int>(ceil_div(args.m, kRowGroups));
-  gather.masks = static_cast<uint32_t*>(make(kRowGroups * gather.words, sizeof(uint32_t)));
-  gather.largest = static_cast<uint32_t*>(make(gather.parts * args.m, sizeof(uint32_t)));
   gather.weight_blocks = static_cast<int>(blocks(args.n, kWeightRows));
   // A block's list of columns takes as long as some rows.
   const int64_t slots = int64_t{4} * device_capability(device).sm_count;
@@ -76,8 +49,7 @@ OutlierColumns gather(const OutlierArgs& args, int device, cudaStream_t stream, 
   gather.rows_of_block = static_cast<int>(at_once * ceil_div(args.m, slots * at_once));
   const bool wide = is_wide(args);
   const bool chained = is_chained(stream, device);
-  launch("outliers_measure", wide ? measure_kernel<T, true> : measure_kernel<T, false>,
-         dim3(static_cast<unsigned>(gather.parts), kRowGroups), kMeasureThreads, chained, gather, stream);
+  measure(gather.found, wide, chained, stream);
   const unsigned token_blocks = blocks(args.m, gather.rows_of_block);
   launch("outliers_gather", wide ? gather_kernel<T, true> : gather_kernel<T, false>,
          dim3(static_cast<unsigned>(gather.weight_blocks) + token_blocks), kThreads, chained, gather, stream);
@@ -99,17 +71,9 @@ void multiply(const ProductArgs& args, cudaStream_t stream) {
 }  // namespace outliers
 
 Outliers outliers_of_kernels(int64_t m, int device) {
-  constexpr int64_t kMarked = 2;  // more share a weight's bytes better on tensor cores
   const Capability& capability = device_capability(device);
   if (capability.compute_capability != 90 || !capability.kernels_sm90a) return Outliers::kNone;
-  return m <= kMarked ? Outliers::kMarked : Outliers::kGathered;
-}
-
-OutlierColumns mark_outliers(const OutlierArgs& args, int device, Stream stream, const Allocator& allocate) {
-  const DeviceGuard guard(device);
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  return args.type == DType::kFloat16 ? outliers::mark<__half>(args, device, cuda_stream, allocate)
-                                      : outliers::mark<__nv_bfloat16>(args, device, cuda_stream, allocate);
+  return m <= kMostDigitTokens ? Outliers::kDigits : Outliers::kGathered;
 }
 
 OutlierColumns gather_outliers(const OutlierArgs& args, int device, Stream stream, const Allocator& allocate) {

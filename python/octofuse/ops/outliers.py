@@ -1,4 +1,4 @@
-"""LLM.int8(): a linear in int8 but for the columns of x that hold an outlier, which are multiplied in floating point."""
+"""LLM.int8(): a linear in int8 but for the columns of x that hold an outlier, which are multiplied with more precision."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ def llm_int8_linear(
     """act(x @ (w * w_scale)^T + bias) + residual, x quantised per token but for columns with an outlier.
 
     A column of x belongs to the outliers if |x| >= threshold anywhere in it, in any token of the call. These columns are
-    multiplied as they are, by w * w_scale, with sums in fp32; a token's scale is that of its values below the threshold,
-    and the rest of x goes to int8. Without an outlier the bits are those of `quantize_per_token` and `i8f16_linear`.
-    With outliers a token's bits depend on which columns the call's other tokens add, and on whether there are more than
-    two of them. With this library's kernels (see below) nothing waits for the host, whatever the number of columns, so
-    calls can be captured in a graph; more than 256 columns take longer.
+    multiplied as they are, by w * w_scale, with sums in fp32 (up to 48 tokens on a GPU of compute capability 9.0: as
+    integers, off by at most 2^-22 of the token's largest magnitude, with exact sums); a token's scale is that of its
+    values below the threshold, and the rest of x goes to int8. Without an outlier the bits are those of
+    `quantize_per_token` and `i8f16_linear`. With outliers a token's bits depend on which columns the call's other tokens
+    add, and on whether there are more than 48 of them. With this library's kernels (see below) nothing waits for the
+    host, whatever the number of columns, so calls can be captured in a graph; more than 256 columns take longer.
 
     Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", 2022.
 

@@ -24,7 +24,7 @@ class Scheme:
         "block", beside weights by "block", one for every 128 columns of a row; "history", of float8, the largest value of
         the last `window` calls times 2^margin (delayed scaling).
     values: "int8" or "float8" (e4m3).
-    outliers: LLM.int8(): columns of the input with a magnitude of at least this are multiplied in floating point.
+    outliers: LLM.int8(): columns of the input with a magnitude of at least this are not quantised to int8.
     smoothing: SmoothQuant before quantisation, with this alpha for every layer, or "search" for each layer's best.
     smooth_values: also smooth what reads attention's output, by scaling the values.
     clipping: a static scale covers the calibrated "max"; the part of it that loses least in the layer's output ("mse");

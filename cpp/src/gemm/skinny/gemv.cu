@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "epilogue/digits.cuh"
 #include "gemm/skinny/tiles.h"
 
 namespace octofuse::skinny {
@@ -26,16 +27,16 @@ struct OneOutput {
 
 // Blocks of an SM: as many as keep all of a 4096 x 4096 matrix in flight, while a thread's share stays in registers.
 // (Weights on their way through shared memory instead, with room for more blocks, were slower: 0.1 to 0.6 us a kernel.)
-template <int kTokens, int kChannels>
-constexpr int kBlocksPerSm = kTokens * kChannels == 4   ? 5
-                             : kTokens * kChannels == 8 ? 4
-                                                        : 3;
+template <int kTokens, int kChannels, bool kDigits>
+constexpr int kBlocksPerSm = (kTokens * kChannels == 4   ? 5
+                              : kTokens * kChannels == 8 ? 4
+                                                         : 3) -
+                             (kDigits ? 1 : 0);
 
 // What the streaming warps do. Their weights are on their way before anything else, and before earlier kernels have to
 // be finished: with the positions of outputs found first, 4096 to 12288 squared took 8 to 11 % longer.
-template <int kTokens, int kChannels, class Outliers, class Output>
-__device__ void stream_channels(const KernelArgs& args, int n0, int32_t* sums, float* outlier_sums,
-                                typename Outliers::Memory& outlier_parts, int pitch, Output& share) {
+template <int kTokens, int kChannels, int kMost, bool kDigits, class Output>
+__device__ void stream_channels(const KernelArgs& args, int n0, int32_t* sums, Output& share) {
   const int thread = static_cast<int>(threadIdx.x);
   const int warp = thread / 32;
   const int k_warp = warp & ((1 << args.log_k_warps) - 1);
@@ -45,10 +46,13 @@ __device__ void stream_channels(const KernelArgs& args, int n0, int32_t* sums, f
   stream.load();
   share.find(args, thread);
   wait_for_predecessors();
-  Outliers outliers(args, outlier_parts);
-  stream.multiply(args.x, args.ldx, outliers);
-  stream.store(sums + warp * kChannels, pitch, thread % 32);
-  outliers.store(outlier_sums + warp * kChannels, pitch, thread % 32);
+  if constexpr (kDigits) {
+    DigitSums<kChannels, kMost> digits(args, sums + kMost + warp * kChannels);
+    stream.multiply(args.x, args.ldx, digits);
+  } else {
+    stream.multiply(args.x, args.ldx);
+  }
+  stream.store(sums + warp * kChannels, kMost, thread % 32);
 }
 
 // A block's channels for all tokens: of every group of warps that share K `args.warp_channels`.
@@ -56,16 +60,16 @@ __device__ void stream_channels(const KernelArgs& args, int n0, int32_t* sums, f
 // What happens once a block costs more in fetching instructions than in executing them. So while earlier kernels run,
 // the epilogue is rehearsed on whatever shared memory holds, and nothing is stored: by the vector warp, which has
 // nothing in flight that it would have to wait for.
-template <int kTokens, int kChannels, bool kOutliers>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm<kTokens, kChannels>)
+//
+// kDigits: LLM.int8() of one token.
+template <int kTokens, int kChannels, bool kDigits>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<kTokens, kChannels, kDigits>)
     gemv(const __grid_constant__ KernelArgs args) {
-  using Outliers = std::conditional_t<kOutliers, OutlierSums<kTokens, kChannels>, NoOutlierSums<kTokens, kChannels>>;
   constexpr int kMost = kStreamWarps * kChannels;  // channels of a block, where a warp spans K
   __shared__ TileVectors<kTokens, kMost> vectors;
-  __shared__ int32_t sums[kTokens * kMost];
+  __shared__ int32_t sums[(kDigits ? kDigitRows : kTokens) * kMost];
   __shared__ float residuals[kTokens * kMost];
-  __shared__ float outliers[kOutliers ? kTokens * kMost : 1];
-  __shared__ typename Outliers::Memory outlier_parts;
+  __shared__ float2 factors;
   const int thread = static_cast<int>(threadIdx.x);
   const bool loads_vectors = thread >= kStreamThreads;
   const int channels = (kStreamWarps >> args.log_k_warps) * args.warp_channels;
@@ -79,32 +83,33 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kTokens, kChannels>)
     if (!rehearses) {
       if (loads_vectors) {
         load_vector_warp(args, n0, channels, thread % 32, residuals, vectors);
+        if (kDigits && thread % 32 == 0) factors = *reinterpret_cast<const float2*>(args.factors);
       } else {
-        stream_channels<kTokens, kChannels, Outliers>(args, n0, sums, outliers, outlier_parts, kMost, share);
+        stream_channels<kTokens, kChannels, kMost, kDigits>(args, n0, sums, share);
       }
       __syncwarp();  // the vector warp's lanes have left their loops one by one
       __syncthreads();
     }
     const bool inside = share.m < args.output.m && share.n < channels && n0 + share.n < args.output.n;
     if (inside && (rehearses || !loads_vectors)) {
-      int32_t total = 0;
-      float of_outliers = 0.0F;
+      const auto total_of = [&](int row) {
+        int32_t total = 0;
 #pragma unroll
-      for (int i = 0; i < kStreamWarps; ++i)
-        total += i >> args.log_k_warps == 0 ? sums[share.parts + i * kChannels] : 0;
-      if constexpr (kOutliers) {
-        for (int i = 0; i >> args.log_k_warps == 0; ++i) {
-          of_outliers = __fadd_rn(of_outliers, outliers[share.parts + i * kChannels]);
-        }
-      }
+        for (int i = 0; i < kStreamWarps; ++i)
+          total += i >> args.log_k_warps == 0 ? sums[share.parts + row * kMost + i * kChannels] : 0;
+        return total;
+      };
       const float residual = e.residual == nullptr ? -0.0F : residuals[share.m * channels + share.n];
-      Operands<1> operands{{vectors.w_scale[share.n]},     {vectors.x_scale[share.m]},
-                           {vectors.bias[share.n]},        {residual},
-                           {vectors.minus_w_sum[share.n]}, {vectors.x_zero[share.m]}};
-      if (kOutliers && of_outliers != 0.0F)
-        operands.bias[0] = __fmaf_rn(of_outliers, operands.w_scale[0], operands.bias[0]);
-      finish_one(e, args.output, args.output.offset(share.m, n0 + share.n), total, operands, vectors.out_inverse,
-                 !rehearses);
+      const Operands<1> operands{{vectors.w_scale[share.n]},     {vectors.x_scale[share.m]},
+                                 {vectors.bias[share.n]},        {residual},
+                                 {vectors.minus_w_sum[share.n]}, {vectors.x_zero[share.m]}};
+      const int64_t at = args.output.offset(share.m, n0 + share.n);
+      if constexpr (kDigits) {
+        const int32_t totals[kDigitRows] = {total_of(0), total_of(1), total_of(2), total_of(3)};
+        finish_one(e, args.output, at, join_digits(totals, factors), operands, vectors.out_inverse, !rehearses);
+      } else {
+        finish_one(e, args.output, at, total_of(0), operands, vectors.out_inverse, !rehearses);
+      }
     }
     if (!rehearses) return;
     __syncwarp();
@@ -114,11 +119,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kTokens, kChannels>)
 }  // namespace
 
 void run_gemv(int tile, KernelArgs args, int device, bool chained, cudaStream_t stream) {
-  static const void* const kernels[][2] = {
-#define OCTOFUSE_KERNEL(tokens, channels)                        \
-  {reinterpret_cast<const void*>(gemv<tokens, channels, false>), \
-   reinterpret_cast<const void*>(gemv<tokens, channels, true>)},
+  static const void* const kernels[] = {
+#define OCTOFUSE_KERNEL(tokens, channels) reinterpret_cast<const void*>(gemv<tokens, channels, false>),
       OCTOFUSE_GEMV_TILES(OCTOFUSE_KERNEL)
+#undef OCTOFUSE_KERNEL
+  };
+  static const void* const with_digits[] = {
+#define OCTOFUSE_KERNEL(tokens, channels) reinterpret_cast<const void*>(gemv<tokens, channels, true>),
+      OCTOFUSE_ONE_TOKEN_TILES(OCTOFUSE_KERNEL)
 #undef OCTOFUSE_KERNEL
   };
   args.log_k_warps = log_k_warps(args.k);
@@ -129,7 +137,7 @@ void run_gemv(int tile, KernelArgs args, int device, bool chained, cudaStream_t 
   while (1 << args.log_channels < groups * args.warp_channels) ++args.log_channels;
   const auto blocks =
       static_cast<unsigned>((args.output.n + groups * args.warp_channels - 1) / (groups * args.warp_channels));
-  const void* kernel = kernels[tile][args.outliers.marks != nullptr ? 1 : 0];
+  const void* const kernel = args.factors == nullptr ? kernels[tile] : with_digits[tile];
   launch_kernel("skinny", kernel, dim3(blocks), dim3(kThreads), 0, dim3(1), chained, &args, stream);
 }
 

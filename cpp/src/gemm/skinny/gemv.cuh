@@ -2,9 +2,58 @@
 // over one of them a thread.
 #pragma once
 
-#include "gemm/skinny/outliers.cuh"
+#include "gemm/skinny/stream.cuh"
 
 namespace octofuse::skinny {
+
+__device__ inline int32_t dot(const uint4& a, const uint4& b) {
+  int32_t sum = __dp4a(static_cast<int>(a.x), static_cast<int>(b.x), 0);
+  sum = __dp4a(static_cast<int>(a.y), static_cast<int>(b.y), sum);
+  sum = __dp4a(static_cast<int>(a.z), static_cast<int>(b.z), sum);
+  return __dp4a(static_cast<int>(a.w), static_cast<int>(b.w), sum);
+}
+
+struct NoDigits {
+  __device__ void load(int) {}
+  template <class Weights>
+  __device__ void multiply(const Weights&) {}
+};
+
+// One token's outliers as digits, most of which are zero: a warp's sums of a digit and channel, [digit][kPitch], in
+// shared memory, since registers bound how many weights are on their way.
+template <int kChannels, int kPitch>
+struct DigitSums {
+  static constexpr int kDigits = kDigitRows - 1;
+  const KernelArgs& args;
+  int32_t* sums;
+  bool any = false;
+  uint4 digits[kDigits];
+
+  __device__ DigitSums(const KernelArgs& args, int32_t* sums) : args(args), sums(sums) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if (lane < kDigits * kChannels) sums[lane / kChannels * kPitch + lane % kChannels] = 0;
+    __syncwarp();
+  }
+
+  // Of columns k to k + 15, while their weights are still on their way.
+  __device__ void load(int k) {
+    any = reinterpret_cast<const uint16_t*>(args.factors + 2)[k / 16] != 0;  // a bit for each column
+    if (!any) return;
+#pragma unroll
+    for (int i = 0; i < kDigits; ++i) digits[i] = load_or_zero(args.x + (i + 1) * args.ldx + k, true);
+  }
+
+  __device__ void multiply(const uint4 (&w)[kChannels]) {
+    if (!any) return;
+#pragma unroll
+    for (int i = 0; i < kDigits; ++i) {
+#pragma unroll
+      for (int channel = 0; channel < kChannels; ++channel) {
+        atomicAdd(sums + i * kPitch + channel, dot(w[channel], digits[i]));
+      }
+    }
+  }
+};
 
 // A warp's channels, in steps of kSpan bytes times the warps that share K.
 template <int kTokens, int kChannels>
@@ -32,19 +81,19 @@ struct WeightStream {
   }
 
   __device__ void multiply(const int8_t* tokens, int64_t ldx) {
-    int no_memory = 0;
-    NoOutlierSums<kTokens, kChannels> none(args, no_memory);
+    NoDigits none;
     multiply(tokens, ldx, none);
   }
 
-  template <class Outliers>
-  __device__ void multiply(const int8_t* tokens, int64_t ldx, Outliers& outliers) {
+  // digits: of outliers, multiplied by the same weights.
+  template <class Digits>
+  __device__ void multiply(const int8_t* tokens, int64_t ldx, Digits& digits) {
 #pragma unroll 1
     while (k < args.k) {
-      const uint32_t columns = outliers.columns(k);
       uint4 x[kTokens];
 #pragma unroll
       for (int m = 0; m < kTokens; ++m) x[m] = load_or_zero(tokens + m * ldx + k, m < args.output.m);
+      digits.load(k);
 #pragma unroll
       for (int i = 0; i < kChannels; ++i) {
 #pragma unroll
@@ -55,7 +104,7 @@ struct WeightStream {
           acc[i][m] = __dp4a(static_cast<int>(w[i].w), static_cast<int>(x[m].w), acc[i][m]);
         }
       }
-      outliers.add(columns, k, w);
+      digits.multiply(w);
       k += step;
       load();
     }
@@ -77,7 +126,7 @@ struct WeightStream {
   }
 };
 
-// What the vector warp loads_vectors: the tile's vectors, those of the weights before earlier kernels have to be
+// What the vector warp loads: the tile's vectors, those of the weights before earlier kernels have to be
 // finished, and its residual in fp32, [token][channel].
 template <int kTokens, int kChannels>
 __device__ void load_vector_warp(const KernelArgs& args, int n0, int channels, int lane, float* residuals,
@@ -106,17 +155,18 @@ __device__ void load_vector_warp(const KernelArgs& args, int n0, int channels, i
   pending.store_tokens(e, output, 0, lane, vectors);
 }
 
-template <class Out>
-__device__ void finish_one(const EpilogueArgs& e, Out* out, int32_t sum, const Operands<1>& operands, float out_inverse,
+template <class Out, class Sum>
+__device__ void finish_one(const EpilogueArgs& e, Out* out, Sum sum, const Operands<1>& operands, float out_inverse,
                            bool stores) {
-  int32_t acc[1] = {sum};
+  Sum acc[1] = {sum};
   Out values[1];
   const auto activate = [&](auto& t) { activate_by<Out, false>(e.activation, t); };
   epilogue<Out>(acc, operands, activate, e.clamp_low, out_inverse, values);
   if (stores) *out = values[0];
 }
 
-__device__ inline void finish_one(const EpilogueArgs& e, const TileOutput& output, int64_t at, int32_t sum,
+template <class Sum>
+__device__ inline void finish_one(const EpilogueArgs& e, const TileOutput& output, int64_t at, Sum sum,
                                   const Operands<1>& operands, float out_inverse, bool stores) {
   switch (output.type) {
     case DType::kFloat16:
@@ -128,7 +178,7 @@ __device__ inline void finish_one(const EpilogueArgs& e, const TileOutput& outpu
     case DType::kInt8:
       return finish_one(e, static_cast<int8_t*>(output.out) + at, sum, operands, out_inverse, stores);
     default:
-      if (stores) static_cast<int32_t*>(output.out)[at] = sum;
+      if (stores) static_cast<int32_t*>(output.out)[at] = static_cast<int32_t>(sum);
   }
 }
 

@@ -192,7 +192,7 @@ void run(int tile, const GemmArgs& args, int device, cudaStream_t stream) {
 #undef OCTOFUSE_KERNEL
   };
   const bool chained = is_chained(stream, device);
-  if (chained && tile < kGemvTiles && args.outliers.marks == nullptr && takes_shared(args, device))
+  if (chained && tile < kGemvTiles && args.outliers.kind() == Outliers::kNone && takes_shared(args, device))
     return run_shared(args, device, stream);
   KernelArgs kernel = kernel_args(args, chained);
   if (tile < kGemvTiles) return run_gemv(tile, kernel, device, chained, stream);

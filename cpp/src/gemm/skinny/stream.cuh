@@ -30,13 +30,13 @@ struct KernelArgs {
   EpilogueArgs epilogue;
   TileOutput output;
   bool constant_weight;
-  OutlierColumns outliers;  // marked: gemv.cu alone
+  const float* factors = nullptr;  // of one token's outliers as digits: gemv.cu alone
 };
 
 inline KernelArgs kernel_args(const GemmArgs& args, bool chained) {
   const bool constant = chained && args.constant_weight;
-  return {args.x,        args.w,          args.ldx, args.ldw,     static_cast<int>(args.k), 0, 1, 0,
-          args.epilogue, output_of(args), constant, args.outliers};
+  return {args.x, args.w,        args.ldx,        args.ldw, static_cast<int>(args.k), 0, 1,
+          0,      args.epilogue, output_of(args), constant, args.outliers.factors};
 }
 
 // One token: int8 (type) as `gemm` has it, or in floating point, as `rows` describes it; per_token: it finds its own

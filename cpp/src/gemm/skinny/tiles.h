@@ -6,9 +6,12 @@ namespace octofuse::skinny {
 // A block computes all tokens (up to `tokens`) of `channels` outputs.
 // X(tokens, channels): dot products with dp4a; a warp holds `channels`, and a block 8 / (warps that share K) times as
 // many.
+#define OCTOFUSE_ONE_TOKEN_TILES(X) \
+  X(1, 8)                           \
+  X(1, 4)
+
 #define OCTOFUSE_GEMV_TILES(X) \
-  X(1, 8)                      \
-  X(1, 4)                      \
+  OCTOFUSE_ONE_TOKEN_TILES(X)  \
   X(2, 8)                      \
   X(2, 4)                      \
   X(4, 4)
@@ -37,7 +40,8 @@ inline constexpr TileShape kTiles[] = {
 };
 
 #define OCTOFUSE_ONE(...) +1
-inline constexpr int kGemvTiles = 0 OCTOFUSE_GEMV_TILES(OCTOFUSE_ONE);  // they come first
+inline constexpr int kGemvTiles = 0 OCTOFUSE_GEMV_TILES(OCTOFUSE_ONE);           // they come first
+inline constexpr int kOneTokenTiles = 0 OCTOFUSE_ONE_TOKEN_TILES(OCTOFUSE_ONE);  // of these the first
 #undef OCTOFUSE_ONE
 
 }  // namespace octofuse::skinny

@@ -8,9 +8,9 @@
 
 namespace octofuse::wgmma {
 
-template <int kCols_, Arithmetic kArithmetic_, bool kOutliers_ = false>
-struct CooperativeTile : PingpongTile<2, kCols_, kArithmetic_, kOutliers_> {
-  using Base = PingpongTile<2, kCols_, kArithmetic_, kOutliers_>;
+template <int kCols_, Arithmetic kArithmetic_, bool kGathered_ = false>
+struct CooperativeTile : PingpongTile<2, kCols_, kArithmetic_, kGathered_> {
+  using Base = PingpongTile<2, kCols_, kArithmetic_, kGathered_>;
   static_assert(!promotes(kArithmetic_) || kScaleBlock % kCols_ == 0, "channels must lie in one block");
   static constexpr Form kForm = Form::kCooperative;
   static constexpr int kRowBlocks = 1;  // of a warpgroup
@@ -126,7 +126,7 @@ __device__ void consume_halves(const typename Tile::Args& args, typename Tile::S
     for (TileWalk tile(args, 0, 1); tile.valid(); tile.next()) {
       typename Tile::Register sums[Tile::kSize];
       multiply_tile<Tile>(args, shared, ring, at, columns, warpgroup, thread, sums);
-      if constexpr (Tile::kOutliers) multiply_outliers<Tile>(args, shared, ring, at, tile, warpgroup, thread, sums);
+      if constexpr (Tile::kGathered) multiply_outliers<Tile>(args, shared, ring, at, tile, warpgroup, thread, sums);
       finish(tile, sums);
     }
   }

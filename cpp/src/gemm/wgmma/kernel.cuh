@@ -5,7 +5,8 @@
 //   a producer thread   copies 128-byte-wide slices of both operands into a ring of stages (TMA)
 //   a vector warp       reads the tile's scales and bias meanwhile
 //   then                partial sums of a split K are added across the cluster, exactly, and every block finishes
-//                       its share of the tile (epilogue/tile.cuh); of float8, and with outliers, K is never split
+//                       its share of the tile (epilogue/tile.cuh); of float8, and with gathered outliers, K is in one
+//                       piece
 //
 // Measured on an H200 and left out: multicast of operands within clusters of 2 and 4 (never more than 2 % faster, often
 // slower), 256 x 128 tiles, and an epilogue unrolled over registers (fetching its code cost more than it saved).
@@ -125,20 +126,23 @@ template <class Tile>
 __device__ void add_other_blocks(const KernelArgs& args, const Place& place, const typename Tile::Share& share,
                                  int32_t* parked) {
   for (int m = share.m; m < share.m_end; m += share.step) {
-    auto* own = reinterpret_cast<int4*>(parked + m * Tile::kPitch + share.n);
-    int4 low = own[0];
-    int4 high = own[1];
+#pragma unroll
+    for (int row = 0; row < Tile::kRowsOfToken; ++row) {
+      auto* own = reinterpret_cast<int4*>(parked + m * Tile::kTokenPitch + row * Tile::kPitch + share.n);
+      int4 low = own[0];
+      int4 high = own[1];
 #pragma unroll 1
-    for (int i = 1; i < args.split; ++i) {
-      const int k = place.rank_k + i < args.split ? place.rank_k + i : place.rank_k + i - args.split;
-      const uint32_t local = cute::cast_smem_ptr_to_uint(own);
-      const int4 a = load_from_block(local, static_cast<uint32_t>(k));
-      const int4 b = load_from_block(local + 16, static_cast<uint32_t>(k));
-      low = make_int4(low.x + a.x, low.y + a.y, low.z + a.z, low.w + a.w);
-      high = make_int4(high.x + b.x, high.y + b.y, high.z + b.z, high.w + b.w);
+      for (int i = 1; i < args.split; ++i) {
+        const int k = place.rank_k + i < args.split ? place.rank_k + i : place.rank_k + i - args.split;
+        const uint32_t local = cute::cast_smem_ptr_to_uint(own);
+        const int4 a = load_from_block(local, static_cast<uint32_t>(k));
+        const int4 b = load_from_block(local + 16, static_cast<uint32_t>(k));
+        low = make_int4(low.x + a.x, low.y + a.y, low.z + a.z, low.w + a.w);
+        high = make_int4(high.x + b.x, high.y + b.y, high.z + b.z, high.w + b.w);
+      }
+      own[0] = low;
+      own[1] = high;
     }
-    own[0] = low;
-    own[1] = high;
   }
 }
 
@@ -153,7 +157,7 @@ __device__ void consume_tile(const typename Tile::Args& args, const Place& place
     cutlass::arch::NamedBarrier::sync(Tile::kConsumers, 0);
     park<Tile>(reinterpret_cast<typename Tile::Sum*>(ring), thread / 32, thread % 32, sums);
   };
-  if constexpr (Tile::kOutliers) {
+  if constexpr (Tile::kGathered) {
     wait_for_predecessors();
     TileOutliers<Tile> outliers(args, m0, n0, thread);
     multiply<Tile>(args, place, shared, ring, warpgroup_of(thread), thread % 128, d);
@@ -172,49 +176,96 @@ __device__ void consume_tile(const typename Tile::Args& args, const Place& place
   }
 }
 
+// What the vector warp reads for the epilogue beside the product.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_constant__ typename Tile::Args args) {
+struct VectorWarp {
+  const typename Tile::Args& args;
+  typename Tile::Shared& shared;
+  int m0, n0, lane;
+  PendingVectors<32, Tile::kTokens, Tile::kChannels> pending;
+  float2 factors;
+
+  __device__ void load() {
+    pending.load(args.epilogue, args.output, m0, n0, args.constant_weight, lane);
+    if constexpr (Tile::kDigits) factors = load_factors(args, m0, lane);
+    if constexpr (promotes(Tile::kArithmetic)) {
+      if (args.x_blocks.data != nullptr) {
+        FactorWriter<typename Tile::Factors, Tile::kTokens>(args, shared.factors, lane).write(m0, n0);
+      }
+    }
+  }
+  __device__ void store() const {
+    pending.store(args.epilogue, args.output, m0, n0, lane, shared.vectors);
+    if constexpr (Tile::kGathered) take_scales(args, shared.vectors, lane);
+    if constexpr (Tile::kDigits) {
+      if (lane < Tile::kTokens) shared.digits.of_token[lane] = factors;
+    }
+  }
+};
+
+// The barriers of the ring, and its first copies before the other warps have arrived. By the producer's warp.
+template <class Tile>
+__device__ void start(const KernelArgs& args, typename Tile::Shared& shared, Producer<Tile>& feed, int lane) {
+  if constexpr (promotes(Tile::kArithmetic)) {
+    if (lane == 0) shared.factors.init();
+  }
+  if (lane < args.stages) {
+    shared.full[lane].init(1);
+    shared.empty[lane].init(Tile::kWarpgroups);
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncwarp();
+  if (cute::elect_one_sync()) feed.fill();
+  __syncwarp();
+}
+
+// The sums of the whole K in a thread's share, of one row a token.
+template <class Tile>
+__device__ void complete(const typename Tile::Args& args, const Place& place, const typename Tile::Shared& shared,
+                         const typename Tile::Share& share, typename Tile::Sum* parked) {
+  if constexpr (std::is_same_v<typename Tile::Sum, int32_t>) {  // of others K is in one piece
+    if (args.split > 1) add_other_blocks<Tile>(args, place, share, parked);
+    if constexpr (Tile::kDigits) join_share<Tile>(shared.digits, share, parked);
+  }
+}
+
+template <class Tile>
+__device__ void finish(const typename Tile::Args& args, const typename Tile::Shared& shared,
+                       const typename Tile::Share& share, const typename Tile::Sum* accs) {
+  if constexpr (Tile::kGathered || Tile::kDigits) {
+    finish_half<Tile::kTokenPitch>(args.epilogue, args.output, shared.vectors, share,
+                                   reinterpret_cast<const float*>(accs));
+  } else {
+    finish_tile<Tile::kPitch>(args.epilogue, args.output, shared.vectors, share, accs);
+  }
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
+    gemm_wgmma(const __grid_constant__ typename Tile::Args args) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<typename Tile::Shared*>(memory);
   uint8_t* ring = memory + Tile::kFixedBytes;
   const Place place(args);
   const int thread = static_cast<int>(threadIdx.x);
-  const int m0 = (Tile::kSwap ? place.tile_c : place.tile_r) * Tile::kTokens;
+  const int row0 = (Tile::kSwap ? place.tile_c : place.tile_r) * Tile::kRowsOfX;
+  const int m0 = row0 / Tile::kRowsOfToken;
   const int n0 = (Tile::kSwap ? place.tile_r : place.tile_c) * Tile::kChannels;
   const bool producer = warp_of(thread) == Tile::kProducer / 32;
   const bool rehearses = thread >= Tile::kVectors;
   const bool split = args.split > 1;
 
-  Producer<Tile> feed(args, place, shared, ring, m0, n0);
-  if (producer) {
-    const int lane = thread - Tile::kProducer;
-    if constexpr (promotes(Tile::kArithmetic)) {
-      if (lane == 0) shared.factors.init();
-    }
-    if (lane < args.stages) {
-      shared.full[lane].init(1);
-      shared.empty[lane].init(Tile::kWarpgroups);
-      cutlass::arch::fence_barrier_init();
-    }
-    __syncwarp();
-    if (cute::elect_one_sync()) feed.fill();  // before the other warps have arrived
-    __syncwarp();
-  }
+  Producer<Tile> feed(args, place, shared, ring, row0, n0);
+  if (producer) start<Tile>(args, shared, feed, thread - Tile::kProducer);
   __syncthreads();
 
   using Sum = typename Tile::Sum;
   auto* parked = reinterpret_cast<Sum*>(ring);
   const Sum* accs = parked;
   typename Tile::Share share(args.output, m0, n0, place.rank_k, args.split, thread);
-  PendingVectors<32, Tile::kTokens, Tile::kChannels> pending;
+  VectorWarp<Tile> vectors{args, shared, m0, n0, thread - Tile::kVectors};
   if (rehearses) {
-    pending.load(args.epilogue, args.output, m0, n0, args.constant_weight, thread - Tile::kVectors);
-    if constexpr (promotes(Tile::kArithmetic)) {
-      if (args.x_blocks.data != nullptr) {
-        FactorWriter<typename Tile::Factors, Tile::kTokens>(args, shared.factors, thread - Tile::kVectors)
-            .write(m0, n0);
-      }
-    }
+    vectors.load();
     share.rehearse();
     accs = reinterpret_cast<const Sum*>(&shared.vectors);  // whatever lies there: nothing comes of it
   } else if (producer) {
@@ -228,26 +279,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_wgmma(const __grid_con
   // cluster, which have to outlive each other's reads.
   for (int pass = rehearses ? 0 : 1; pass < 2; ++pass) {
     if (pass == 1) {
-      if (rehearses) {
-        pending.store(args.epilogue, args.output, m0, n0, thread - Tile::kVectors, shared.vectors);
-        if constexpr (Tile::kOutliers) take_scales(args, shared.vectors, thread - Tile::kVectors);
-      }
+      if (rehearses) vectors.store();
       __syncwarp();
       if (split) {
         cute::cluster_sync();
-        if constexpr (std::is_same_v<Sum, int32_t>) {  // of outliers there is no split
-          if (!rehearses) add_other_blocks<Tile>(args, place, share, parked);
-        }
       } else {
         __syncthreads();
       }
       if (rehearses) break;
+      complete<Tile>(args, place, shared, share, parked);
     }
-    if constexpr (Tile::kOutliers) {
-      finish_half<Tile::kPitch>(args.epilogue, args.output, shared.vectors, share, accs);
-    } else {
-      finish_tile<Tile::kPitch>(args.epilogue, args.output, shared.vectors, share, accs);
-    }
+    finish<Tile>(args, shared, share, accs);
     __syncwarp();
   }
   if (split) cute::cluster_sync();

@@ -28,7 +28,7 @@ void list_activations(const void** kernels) {
 
 template <class T, Arithmetic kArithmetic>
 void list_usual(const void** kernels) {
-  if constexpr (T::kOutliers) {
+  if constexpr (T::kGathered) {
     kernels[0] = persistent_kernel<T, UsualEpilogue<__half, Activation::kNone, false>>();
     kernels[1] = persistent_kernel<T, UsualEpilogue<__nv_bfloat16, Activation::kNone, false>>();
   } else {
@@ -41,11 +41,12 @@ void list_usual(const void** kernels) {
   }
 }
 
-template <int kRowBlocks, int kCols, Form kForm, Arithmetic kArithmetic, bool kOutliers>
+template <int kRowBlocks, int kCols, Form kForm, Arithmetic kArithmetic, Outliers kOutliers>
 KernelInfo describe() {
   if constexpr (kForm == Form::kPingpong || kForm == Form::kCooperative) {
-    using T = std::conditional_t<kForm == Form::kPingpong, PingpongTile<kRowBlocks, kCols, kArithmetic, kOutliers>,
-                                 CooperativeTile<kCols, kArithmetic, kOutliers>>;
+    constexpr bool kGathered = kOutliers == Outliers::kGathered;
+    using T = std::conditional_t<kForm == Form::kPingpong, PingpongTile<kRowBlocks, kCols, kArithmetic, kGathered>,
+                                 CooperativeTile<kCols, kArithmetic, kGathered>>;
     KernelInfo info{persistent_kernel<T, AnyEpilogue>(), T::kThreads, T::kSharedBytes, 0, 0, {}};
     list_usual<T, kArithmetic>(info.usual);
     return info;
@@ -61,16 +62,22 @@ KernelInfo describe() {
   }
 }
 
-#define OCTOFUSE_KERNEL_INFO(row_blocks, cols, form, arithmetic)                    \
-  template <>                                                                       \
-  KernelInfo kernel_info<row_blocks, cols, Form::form, Arithmetic::arithmetic>() {  \
-    return describe<row_blocks, cols, Form::form, Arithmetic::arithmetic, false>(); \
+#define OCTOFUSE_KERNEL_INFO(row_blocks, cols, form, arithmetic)                              \
+  template <>                                                                                 \
+  KernelInfo kernel_info<row_blocks, cols, Form::form, Arithmetic::arithmetic>() {            \
+    return describe<row_blocks, cols, Form::form, Arithmetic::arithmetic, Outliers::kNone>(); \
   }
 
-#define OCTOFUSE_OUTLIER_KERNEL_INFO(row_blocks, cols, form, arithmetic)           \
-  template <>                                                                      \
-  KernelInfo outlier_kernel_info<row_blocks, cols, Form::form>() {                 \
-    return describe<row_blocks, cols, Form::form, Arithmetic::arithmetic, true>(); \
+#define OCTOFUSE_OUTLIER_KERNEL_INFO(row_blocks, cols, form, arithmetic)                          \
+  template <>                                                                                     \
+  KernelInfo outlier_kernel_info<row_blocks, cols, Form::form>() {                                \
+    return describe<row_blocks, cols, Form::form, Arithmetic::arithmetic, Outliers::kGathered>(); \
+  }
+
+#define OCTOFUSE_DIGIT_KERNEL_INFO(row_blocks, cols, form, arithmetic)                          \
+  template <>                                                                                   \
+  KernelInfo digit_kernel_info<row_blocks, cols, Form::form>() {                                \
+    return describe<row_blocks, cols, Form::form, Arithmetic::arithmetic, Outliers::kDigits>(); \
   }
 
 }  // namespace octofuse::wgmma

@@ -20,6 +20,11 @@ OCTOFUSE_WGMMA_TILES(OCTOFUSE_DECLARE)
   KernelInfo outlier_kernel_info<row_blocks, cols, Form::form>();
 OCTOFUSE_WGMMA_OUTLIER_TILES(OCTOFUSE_DECLARE)
 #undef OCTOFUSE_DECLARE
+#define OCTOFUSE_DECLARE(row_blocks, cols, form, arithmetic) \
+  template <>                                                \
+  KernelInfo digit_kernel_info<row_blocks, cols, Form::form>();
+OCTOFUSE_WGMMA_DIGIT_TILES(OCTOFUSE_DECLARE)
+#undef OCTOFUSE_DECLARE
 
 namespace {
 
@@ -34,20 +39,26 @@ CUtensorMap operand_map(const int8_t* data, int64_t rows, int64_t k, int64_t ld,
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
-// A kernel of this tile; those that add products of outliers are listed first in kTiles.
-const KernelInfo& info_of(int tile, bool outliers) {
+// A kernel of this tile; kTiles lists those with digits of outliers first, then those with gathered ones.
+const KernelInfo& info_of(int tile, Outliers outliers) {
   static const KernelInfo infos[] = {
 #define OCTOFUSE_INFO(row_blocks, cols, form, arithmetic) \
   kernel_info<row_blocks, cols, Form::form, Arithmetic::arithmetic>(),
       OCTOFUSE_WGMMA_TILES(OCTOFUSE_INFO)
 #undef OCTOFUSE_INFO
   };
-  static const KernelInfo with_outliers[] = {
+  static const KernelInfo with_gathered[] = {
 #define OCTOFUSE_INFO(row_blocks, cols, form, arithmetic) outlier_kernel_info<row_blocks, cols, Form::form>(),
       OCTOFUSE_WGMMA_OUTLIER_TILES(OCTOFUSE_INFO)
 #undef OCTOFUSE_INFO
   };
-  return outliers ? with_outliers[tile] : infos[tile];
+  static const KernelInfo with_digits[] = {
+#define OCTOFUSE_INFO(row_blocks, cols, form, arithmetic) digit_kernel_info<row_blocks, cols, Form::form>(),
+      OCTOFUSE_WGMMA_DIGIT_TILES(OCTOFUSE_INFO)
+#undef OCTOFUSE_INFO
+  };
+  if (outliers == Outliers::kDigits) return with_digits[tile];
+  return outliers == Outliers::kGathered ? with_gathered[tile] : infos[tile];
 }
 
 // What every form of the kernel is told.
@@ -62,22 +73,23 @@ OutlierKernelArgs common_args(const GemmArgs& args, bool chained) {
   return kernel;
 }
 
-// of_tile: tokens of a whole tile.
+// of_tile: rows of x of a whole tile.
 void describe_tokens(const GemmArgs& args, int of_tile, KernelArgs& kernel) {
-  kernel.x_map = operand_map(args.x, args.m, args.k, args.ldx, of_tile);
-  const auto rest = static_cast<int>(args.m % of_tile);
-  if (rest != 0) kernel.x_rest_map = operand_map(args.x, args.m, args.k, args.ldx, rest);
+  const int64_t rows = args.x_rows();
+  kernel.x_map = operand_map(args.x, rows, args.k, args.ldx, of_tile);
+  const auto rest = static_cast<int>(rows % of_tile);
+  if (rest != 0) kernel.x_rest_map = operand_map(args.x, rows, args.k, args.ldx, rest);
 }
 
-// Where columns with outliers are gathered, of a call that looks for them.
+// Where columns with outliers are, of a call that looks for them.
 void describe_columns(const GemmArgs& args, int of_tokens, int of_channels, OutlierKernelArgs& kernel) {
-  if (args.outliers.kind() == Outliers::kNone) return;
+  kernel.outliers = args.outliers;
+  if (args.outliers.kind() != Outliers::kGathered) return;
   constexpr int64_t kRowBytes = 2 * kMostGathered;
   const auto map = [&](const void* data, int64_t rows, int64_t box_rows) {
     return operand_map(static_cast<const int8_t*>(data), rows, kRowBytes, kRowBytes, static_cast<int>(box_rows));
   };
   const OutlierColumns& columns = args.outliers;
-  kernel.outliers = columns;
   kernel.x_columns_map = map(columns.x_gathered, args.m, of_tokens);
   kernel.w_columns_map = map(columns.w_gathered, args.n, of_channels);
   if (args.m % of_tokens != 0) kernel.x_columns_rest_map = map(columns.x_gathered, args.m, args.m % of_tokens);
@@ -96,13 +108,14 @@ void run_tiles(const KernelInfo& info, const TileShape& tile, int split, int blo
   describe_columns(args, tokens, channels, kernel);
   kernel.k_share = ceil_div(kernel.k_blocks, split);
   kernel.split = split;
-  const int columns = args.outliers.kind() == Outliers::kNone ? 0 : kColumnBlocks;
+  const int columns = args.outliers.kind() == Outliers::kGathered ? kColumnBlocks : 0;
   const int budget = kSharedPerSm / blocks_per_sm - 1024 - info.fixed_bytes;
   kernel.stages = std::clamp(std::min(budget / info.stage_bytes, kernel.k_share + columns), 1, kMaxStages);
   const int shared = info.fixed_bytes + std::max(kernel.stages * info.stage_bytes, info.epilogue_bytes);
   const dim3 cluster(1, 1, static_cast<unsigned>(split));
   const auto blocks = [](int64_t extent, int of_tile) { return static_cast<unsigned>(ceil_div(extent, of_tile)); };
-  const dim3 grid(blocks(swap ? args.m : args.n, tile.cols), blocks(swap ? args.n : args.m, tile.rows), cluster.z);
+  const int64_t rows = args.x_rows();
+  const dim3 grid(blocks(swap ? rows : args.n, tile.cols), blocks(swap ? args.n : rows, tile.rows), cluster.z);
   launch_kernel("wgmma", info.function, grid, dim3(static_cast<unsigned>(info.threads)), shared, cluster, chained,
                 &kernel, stream);
 }
@@ -169,15 +182,15 @@ void run_persistent(const KernelInfo& info, const TileShape& tile, int cluster, 
 }  // namespace
 
 void run(const Candidate& candidate, const GemmArgs& args, int device, cudaStream_t stream) {
-  const bool outliers = args.outliers.kind() != Outliers::kNone;
+  const Outliers outliers = args.outliers.kind();
   const KernelInfo& info = info_of(candidate.tile, outliers);
   const TileShape& tile = kTiles[candidate.tile];
   const bool chained = is_chained(stream, device);
   if (tile.form == Form::kPingpong || tile.form == Form::kCooperative) {
     run_persistent(info, tile, candidate.cluster, args, device, chained, stream);
   } else {
-    static DeviceFlags raised[2][kAllTiles];
-    allow_shared_memory(info.function, kSharedPerSm - 1024, device, raised[outliers ? 1 : 0][candidate.tile]);
+    static DeviceFlags raised[3][kAllTiles];
+    allow_shared_memory(info.function, kSharedPerSm - 1024, device, raised[static_cast<int>(outliers)][candidate.tile]);
     run_tiles(info, tile, candidate.split, candidate.blocks_per_sm, args, chained, stream);
   }
 }

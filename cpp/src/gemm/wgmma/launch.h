@@ -26,8 +26,8 @@ struct KernelArgs {
   BlockScales x_blocks, w_blocks;  // float8 alone
 };
 
-// What kernels are told that multiply columns with outliers, too: these come behind the last block of K, in blocks of
-// 128 bytes.
+// What kernels are told that multiply columns with outliers, too: gathered ones come behind the last block of K, in
+// blocks of 128 bytes.
 struct OutlierKernelArgs : KernelArgs {
   CUtensorMap w_columns_map, x_columns_map;  // as w_map and x_map
   CUtensorMap x_columns_rest_map, w_columns_rest_map;
@@ -51,9 +51,13 @@ struct KernelInfo {
 template <int kRowBlocks, int kCols, Form kForm, Arithmetic kArithmetic>
 KernelInfo kernel_info();  // specialised in kernels_*.cu
 
-// The same tile's kernel with outliers, of whose `usual` there are kUsualOutliers.
+// The same tile's kernel with gathered outliers, of whose `usual` there are kUsualOutliers.
 template <int kRowBlocks, int kCols, Form kForm>
 KernelInfo outlier_kernel_info();
+
+// And that with outliers as digits.
+template <int kRowBlocks, int kCols, Form kForm>
+KernelInfo digit_kernel_info();
 
 // candidate.tile is an index into kTiles.
 void run(const Candidate& candidate, const GemmArgs& args, int device, cudaStream_t stream);

@@ -1,5 +1,5 @@
-// LLM.int8() in the wgmma kernels: columns with an outlier follow as further blocks of K, in fp16 or bf16. Sums of int8
-// become float and are multiplied by x's scales first, for which the epilogue then takes 1:
+// LLM.int8() of many tokens (fewer: digits.cuh): columns with an outlier follow as further blocks of K, in fp16 or
+// bf16. Sums of int8 become float and are multiplied by x's scales first, for which the epilogue then takes 1:
 //
 //   t = (float(acc) * x_scale + sum of the outliers' products) * w_scale + bias
 //

@@ -138,7 +138,7 @@ __device__ void produce_tiles(const typename Tile::Args& args, typename Tile::Sh
       load_tokens(reads, k, at.stage);
       at.next();
     }
-    if constexpr (Tile::kOutliers) {
+    if constexpr (Tile::kGathered) {
       const Reads columns = reads.of_columns(args);
       const int end = column_blocks(args) * kBlockK;
 #pragma unroll 1

@@ -18,15 +18,15 @@
 
 namespace octofuse::wgmma {
 
-template <int kRowBlocks_, int kCols_, Arithmetic kArithmetic_, bool kOutliers_ = false>
+template <int kRowBlocks_, int kCols_, Arithmetic kArithmetic_, bool kGathered_ = false>
 struct PingpongTile {
   static constexpr Form kForm = Form::kPingpong;
   static constexpr Arithmetic kArithmetic = kArithmetic_;
-  static constexpr bool kOutliers = kOutliers_;
-  using Args = std::conditional_t<kOutliers, OutlierKernelArgs, KernelArgs>;
+  static constexpr bool kGathered = kGathered_;
+  using Args = std::conditional_t<kGathered, OutlierKernelArgs, KernelArgs>;
   using Instruction = InstructionOf<kArithmetic_, false>;
   using Register = typename SumsOf<Instruction>::Register;
-  using Sum = std::conditional_t<kOutliers, float, typename SumsOf<Instruction>::Sum>;
+  using Sum = std::conditional_t<kGathered, float, typename SumsOf<Instruction>::Sum>;
   static constexpr int kRowBlocks = kRowBlocks_;  // of 64 rows
   static constexpr int kRows = 64 * kRowBlocks;
   static constexpr int kCols = kCols_;
@@ -65,7 +65,7 @@ __device__ void read_vectors(const typename Tile::Args& args, typename Tile::Sha
     shared.vectors_empty[turn].wait(phase ^ 1);
     load_vectors<32>(args.epilogue, args.output, tile.tile_m * Tile::kRows, tile.tile_n * Tile::kCols,
                      args.constant_weight, lane, shared.vectors[turn]);
-    if constexpr (Tile::kOutliers) take_scales(args, shared.vectors[turn], lane);
+    if constexpr (Tile::kGathered) take_scales(args, shared.vectors[turn], lane);
     shared.vectors_full[turn].arrive();
     __syncwarp();
     phase ^= static_cast<uint32_t>(turn);
@@ -110,7 +110,7 @@ __device__ void multiply_tile(const KernelArgs& args, typename Tile::Shared& sha
     last = at.stage;
     at.next();
   }
-  if constexpr (Tile::kOutliers && !kShared) {  // the other warpgroup may begin before they are multiplied
+  if constexpr (Tile::kGathered && !kShared) {  // the other warpgroup may begin before they are multiplied
     static_assert(Tile::kStages > kColumnBlocks);
     for (; columns > 0; --columns, at.next()) shared.full[at.stage].wait(at.phase);
   }
@@ -137,10 +137,10 @@ __device__ void finish_pieces(const typename Tile::Args& args, const TileWalk& t
                               typename Tile::Register (&d)[Tile::kSize]) {
   constexpr int kCount = Tile::kRowBlocks * Tile::kPieces;
   int outliers = 0;
-  if constexpr (Tile::kOutliers) outliers = *args.outliers.count;
+  if constexpr (Tile::kGathered) outliers = *args.outliers.count;
   const auto sum_of = [&](auto value) {
-    if constexpr (Tile::kOutliers) return float_of(value, outliers);
-    if constexpr (!Tile::kOutliers) return static_cast<typename Tile::Sum>(value);
+    if constexpr (Tile::kGathered) return float_of(value, outliers);
+    if constexpr (!Tile::kGathered) return static_cast<typename Tile::Sum>(value);
   };
   int buffer = 0;
 #pragma unroll(Epilogue::kUnrolled ? kCount : 1)
@@ -199,8 +199,8 @@ __device__ void multiply_outliers(const OutlierKernelArgs& args, typename Tile::
 // Blocks of columns with outliers; may be asked for once earlier kernels have finished.
 template <class Tile>
 __device__ int find_column_blocks(const typename Tile::Args& args) {
-  if constexpr (!Tile::kOutliers) return 0;
-  if constexpr (Tile::kOutliers) {
+  if constexpr (!Tile::kGathered) return 0;
+  if constexpr (Tile::kGathered) {
     wait_for_predecessors();
     return column_blocks(args);
   }
@@ -219,7 +219,7 @@ __device__ void consume_tiles(const typename Tile::Args& args, typename Tile::Sh
     shared.turn_over[1 - turn].wait(turn == 0 ? phase ^ 1 : phase);
     typename Tile::Register d[Tile::kSize];
     multiply_tile<Tile>(args, shared, ring, at, columns, turn, thread, d);
-    if constexpr (Tile::kOutliers) multiply_outliers<Tile>(args, shared, ring, at, tile, turn, thread, d);
+    if constexpr (Tile::kGathered) multiply_outliers<Tile>(args, shared, ring, at, tile, turn, thread, d);
     at.advance(Tile::kTurns * (args.k_blocks + columns));
     shared.vectors_full[turn].wait(phase);
     phase ^= 1;

@@ -17,7 +17,8 @@ struct Producer {
   typename Tile::Shared& shared;
   uint8_t* ring;
   const CUtensorMap& x_map;
-  int m0, n0;
+  int m0, n0;      // m0: a row of x
+  int rows;        // of x, that exist from there on
   uint32_t bytes;  // of a stage
 
   __device__ Producer(const typename Tile::Args& args, const Place& place, typename Tile::Shared& shared, uint8_t* ring,
@@ -26,10 +27,11 @@ struct Producer {
         place(place),
         shared(shared),
         ring(ring),
-        x_map(args.output.m - m0 < Tile::kTokens ? args.x_rest_map : args.x_map),
+        x_map(args.output.m * Tile::kRowsOfToken - m0 < Tile::kRowsOfX ? args.x_rest_map : args.x_map),
         m0(m0),
         n0(n0),
-        bytes(static_cast<uint32_t>(Tile::kChannels + min(Tile::kTokens, args.output.m - m0)) * kBlockK) {}
+        rows(args.output.m * Tile::kRowsOfToken - m0),
+        bytes(static_cast<uint32_t>(Tile::kChannels + min(Tile::kRowsOfX, rows)) * kBlockK) {}
 
   __device__ void load(const CUtensorMap& map, int block, int stage, int offset, int row) {
     constexpr uint64_t kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
@@ -38,14 +40,14 @@ struct Producer {
   }
   __device__ void load_weights(int i, int stage) {
     shared.full[stage].arrive_and_expect_tx(bytes);
-    if constexpr (Tile::kOutliers) {
+    if constexpr (Tile::kGathered) {
       if (i >= place.k_count) return load(args.w_columns_map, i - place.k_count, stage, kWeightOffset, n0);
     }
     load(args.w_map, place.k_begin + i, stage, kWeightOffset, n0);
   }
   __device__ void load_tokens(int i, int stage) {
-    if constexpr (Tile::kOutliers) {
-      const bool whole = args.output.m - m0 >= Tile::kTokens;
+    if constexpr (Tile::kGathered) {
+      const bool whole = rows >= Tile::kRowsOfX;
       const CUtensorMap& map = whole ? args.x_columns_map : args.x_columns_rest_map;
       if (i >= place.k_count) return load(map, i - place.k_count, stage, kTokenOffset, m0);
     }
@@ -53,7 +55,7 @@ struct Producer {
   }
   // Behind the wait for earlier kernels.
   __device__ int blocks() const {
-    if constexpr (Tile::kOutliers) return place.k_count + column_blocks(args);
+    if constexpr (Tile::kGathered) return place.k_count + column_blocks(args);
     return place.k_count;
   }
 

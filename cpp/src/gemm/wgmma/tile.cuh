@@ -3,6 +3,7 @@
 
 #include "device/wgmma.cuh"
 #include "epilogue/tile.cuh"
+#include "gemm/wgmma/digits.cuh"
 #include "gemm/wgmma/launch.h"
 #include "gemm/wgmma/promoted.cuh"
 
@@ -16,40 +17,48 @@ using InstructionOf = std::conditional_t<kArithmetic == Arithmetic::kInt8, S32S8
                                          std::conditional_t<kArithmetic != Arithmetic::kE5M2, F32E4M3E4M3,
                                                             std::conditional_t<kSwap, F32E4M3E5M2, F32E5M2E4M3>>>;
 
-template <int kWarpgroups_, int kCols_, bool kSwap_, Arithmetic kArithmetic_, bool kOutliers_ = false>
+template <int kWarpgroups_, int kCols_, bool kSwap_, Arithmetic kArithmetic_, Outliers kOutliers = Outliers::kNone>
 struct Tile {
   static constexpr Arithmetic kArithmetic = kArithmetic_;
-  static constexpr bool kOutliers = kOutliers_;
-  using Args = std::conditional_t<kOutliers, OutlierKernelArgs, KernelArgs>;
+  static constexpr bool kGathered = kOutliers == Outliers::kGathered;
+  static constexpr bool kDigits = kOutliers == Outliers::kDigits;
+  using Args = std::conditional_t<kGathered || kDigits, OutlierKernelArgs, KernelArgs>;
   using Instruction = InstructionOf<kArithmetic, kSwap_>;
   using Register = typename SumsOf<Instruction>::Register;
-  using Sum = std::conditional_t<kOutliers, float, typename SumsOf<Instruction>::Sum>;
+  using Sum = std::conditional_t<kGathered, float, typename SumsOf<Instruction>::Sum>;
   static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr int kRows = 64 * kWarpgroups;
   static constexpr int kCols = kCols_;
   static constexpr bool kSwap = kSwap_;  // rows are output channels, cols are tokens
-  static constexpr int kTokens = kSwap ? kCols : kRows;
+  static constexpr int kRowsOfToken = kDigits ? kDigitRows : 1;
+  static constexpr int kRowsOfX = kSwap ? kCols : kRows;
+  static constexpr int kTokens = kRowsOfX / kRowsOfToken;
   static constexpr int kChannels = kSwap ? kRows : kCols;
   static constexpr int kConsumers = 128 * kWarpgroups;
   static constexpr int kProducer = kConsumers;      // its first thread
   static constexpr int kVectors = kConsumers + 32;  // the vector warp's first thread
   static constexpr int kThreads = kConsumers + 64;
+  static constexpr int kBlocksPerSm = kDigits && kSwap && kCols <= 32 ? 3 : 1;  // registers must allow them
   static constexpr int kBytesA = kRows * kBlockK;
   static constexpr int kStageBytes = (kRows + kCols) * kBlockK;
   static_assert(!promotes(kArithmetic) || kScaleBlock % kChannels == 0, "channels must lie in one block");
   struct NoFactors {};
   using Factors = std::conditional_t<promotes(kArithmetic), FactorRing<kTokens, kConsumers>, NoFactors>;
+  struct NoDigits {};
+  using Digits = std::conditional_t<kDigits, DigitFactors<kTokens>, NoDigits>;
   struct Shared {
     FullBarrier full[kMaxStages];
     EmptyBarrier empty[kMaxStages];
     Factors factors;
+    Digits digits;
     TileVectors<kTokens, kChannels> vectors;
   };
   static constexpr int kFixedBytes = (static_cast<int>(sizeof(Shared)) + 1023) / 1024 * 1024;
-  // At the end the accumulators lie in the ring's place, [tokens][channels]. The pitch (in words) spreads a fragment's
-  // rows over all banks.
+  // At the end the accumulators lie in the ring's place, [rows of x][channels]. The pitch (in words) spreads a
+  // fragment's rows over all banks.
   static constexpr int kPitch = kSwap ? kChannels + 4 : kChannels + (40 - kChannels % 32) % 32;
-  static constexpr int kEpilogueBytes = kTokens * kPitch * static_cast<int>(sizeof(Sum));
+  static constexpr int kTokenPitch = kRowsOfToken * kPitch;
+  static constexpr int kEpilogueBytes = kRowsOfX * kPitch * static_cast<int>(sizeof(Sum));
   using Share = TileShare<kTokens, kChannels, kConsumers>;
 };
 

@@ -117,14 +117,18 @@
   X(1, 16, kSwapped, kE5M2)          \
   X(1, 64, kSwapped, kE5M2)
 
-// The tiles that have a second kernel, which adds products of outliers.
-#define OCTOFUSE_WGMMA_OUTLIER_TILES(X) \
-  OCTOFUSE_WGMMA_NARROW_TILES(X)        \
-  OCTOFUSE_WGMMA_BROAD_TILES(X)         \
-  OCTOFUSE_WGMMA_FEW_TOKEN_TILES(X)     \
-  OCTOFUSE_WGMMA_SWAPPED_TILES(X)       \
-  OCTOFUSE_WGMMA_PINGPONG_TILES(X)      \
+// The tiles that have two more kernels, for outliers as digits and for gathered ones; and those that have the latter.
+#define OCTOFUSE_WGMMA_DIGIT_TILES(X) \
+  OCTOFUSE_WGMMA_NARROW_TILES(X)      \
+  OCTOFUSE_WGMMA_FEW_TOKEN_TILES(X)   \
+  OCTOFUSE_WGMMA_SWAPPED_TILES(X)
+
+#define OCTOFUSE_WGMMA_GATHERED_TILES(X) \
+  OCTOFUSE_WGMMA_BROAD_TILES(X)          \
+  OCTOFUSE_WGMMA_PINGPONG_TILES(X)       \
   OCTOFUSE_WGMMA_COOPERATIVE_TILES(X)
+
+#define OCTOFUSE_WGMMA_OUTLIER_TILES(X) OCTOFUSE_WGMMA_DIGIT_TILES(X) OCTOFUSE_WGMMA_GATHERED_TILES(X)
 
 #define OCTOFUSE_WGMMA_OTHER_TILES(X)     \
   OCTOFUSE_WGMMA_LARGEST_TILES(X)         \
@@ -148,20 +152,23 @@ struct TileShape {
   int rows, cols;
   Form form;
   Arithmetic arithmetic;
-  bool takes_outliers;
+  bool takes_gathered, takes_digits;
 };
 
 // Channels that a persistent kernel finishes at a time.
 constexpr int piece_cols(int cols) { return cols % 32 == 0 ? 32 : 16; }
 
 inline constexpr TileShape kTiles[] = {
-#define OCTOFUSE_ROW(row_blocks, cols, form, arithmetic, outliers) \
-  {64 * (row_blocks), cols, Form::form, Arithmetic::arithmetic, outliers},
-#define OCTOFUSE_OUTLIER_ROW(...) OCTOFUSE_ROW(__VA_ARGS__, true)
-#define OCTOFUSE_OTHER_ROW(...) OCTOFUSE_ROW(__VA_ARGS__, false)
-    OCTOFUSE_WGMMA_OUTLIER_TILES(OCTOFUSE_OUTLIER_ROW) OCTOFUSE_WGMMA_OTHER_TILES(OCTOFUSE_OTHER_ROW)
+#define OCTOFUSE_ROW(row_blocks, cols, form, arithmetic, outliers, digits) \
+  {64 * (row_blocks), cols, Form::form, Arithmetic::arithmetic, outliers, digits},
+#define OCTOFUSE_DIGIT_ROW(...) OCTOFUSE_ROW(__VA_ARGS__, true, true)
+#define OCTOFUSE_GATHERED_ROW(...) OCTOFUSE_ROW(__VA_ARGS__, true, false)
+#define OCTOFUSE_OTHER_ROW(...) OCTOFUSE_ROW(__VA_ARGS__, false, false)
+    OCTOFUSE_WGMMA_DIGIT_TILES(OCTOFUSE_DIGIT_ROW) OCTOFUSE_WGMMA_GATHERED_TILES(OCTOFUSE_GATHERED_ROW)
+        OCTOFUSE_WGMMA_OTHER_TILES(OCTOFUSE_OTHER_ROW)
 #undef OCTOFUSE_OTHER_ROW
-#undef OCTOFUSE_OUTLIER_ROW
+#undef OCTOFUSE_GATHERED_ROW
+#undef OCTOFUSE_DIGIT_ROW
 #undef OCTOFUSE_ROW
 };
 
