@@ -9,12 +9,14 @@ tests/sanitizer_cases.py. With --seconds it ends by then, keeps what has finishe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import itertools
 import json
 import math
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -54,12 +56,22 @@ def run(command: list[str], env: dict[str, str], end: float, **options: Any) -> 
             left = None if math.isinf(end) else max(0.0, end - time.monotonic())
             printed, _ = process.communicate(timeout=left)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its workers too
-            return None, process.communicate()[0] or ""
+            return None, ended(process)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
     return process.returncode, printed or ""
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What it printed up to its end, which comes now: with PYTHONFAULTHANDLER set, where it was, too."""
+    printed = ""
+    for how in (signal.SIGABRT, signal.SIGKILL):  # of its workers as well
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            printed = process.communicate(timeout=10)[0] or printed
+    return printed
 
 
 def outcomes_in(lines: str) -> dict[str, str]:
@@ -118,13 +130,13 @@ def run_part(tool: str, part: str, gpu: int | None, end: float = float("inf")) -
     selection = ["--parts", part, *TOOLS[tool]]
     command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=octofuse", "--error-exitcode", "3",
                sys.executable, "tests/sanitizer_cases.py", *selection]  # fmt: skip
-    env = {**os.environ, **THREADS, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    env = {**os.environ, **THREADS, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONFAULTHANDLER": "1"}
     if gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = str(gpu)
     began = time.time()
     status, printed = run(command, env, end, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if status is None:
-        print(tool, part, "not finished", flush=True)
+        print(tool, part, "not finished:", printed[-1500:], flush=True)
         return None
     cases = re.search(r"sanitizer cases: (\d+)", printed)
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", printed)
@@ -188,6 +200,7 @@ def main() -> None:
     every = parts_of_cases()
     parser.add_argument("--parts", nargs="+", choices=every, help="with --again, of the tools' cases")
     args = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of what ended() ends
     if args.parts and not set(args.again or []) & set(TOOLS):
         parser.error("--parts: expected --again with a sanitizer as well")
     path = args.out / "tests.json"

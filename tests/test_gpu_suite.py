@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -60,6 +62,20 @@ def test_what_was_counted_when_time_ends(workers: int, tmp_path: Path, monkeypat
     time.sleep(began + 43 - time.monotonic())
     assert not late.exists()
     assert "time ended" in found["note"]
+
+
+@pytest.mark.parametrize("handler", ["signal.SIG_DFL", "signal.SIG_IGN"])
+def test_what_is_known_of_a_process_that_had_to_be_ended(handler: str) -> None:
+    code = f"import signal, time\nif {handler}: signal.signal(signal.SIGABRT, {handler})\n"
+    code += "print('begun', flush=True)\ntime.sleep(100)"
+    began = time.monotonic()
+    env = os.environ | {"PYTHONFAULTHANDLER": "1"}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    status, printed = gpu_suite.run([sys.executable, "-c", code], env, began + 3, **streams)
+    assert status is None
+    assert printed.startswith("begun")
+    assert ('File "<string>", line 4 in <module>' in printed) == (handler == "signal.SIG_DFL")
+    assert time.monotonic() - began < 60
 
 
 def test_a_status_that_nothing_explains_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
