@@ -50,6 +50,7 @@ SHAPES = (
     (33, 130, 4104),
     (130, 200, 2056),
     (200, 65, 20000),
+    (60, 40, 40000),
 )
 
 
@@ -60,13 +61,15 @@ def test_published_arithmetic(device: str, m: int, n: int, k: int, dtype: torch.
     for columns in (0, 1, 7, 40, k // 3):
         x, w, scale = case(m, n, k, columns, device, dtype)
         q, scales, exact = published(x, w, scale)
+        size = (x.double().abs() @ w.double().abs().t() * scale.double()).max()
+        tolerance = 4 * torch.finfo(dtype).eps * exact.abs().max() + 2.0**-20 * size
         if (found := _C.outlier_product(x, w, scale, 6.0)) is not None:
             assert torch.equal(found[0], q)
             assert torch.equal(found[1], scales)
+            in_int8 = q.double() @ w.double().t() * scales.double() * scale.double()
+            assert (in_int8 + found[2].double() - exact).abs().max() <= tolerance, columns
         got = octofuse.llm_int8_linear(x, w, scale)
         assert got.dtype == dtype
-        size = (x.double().abs() @ w.double().abs().t() * scale.double()).max()
-        tolerance = 4 * torch.finfo(dtype).eps * exact.abs().max() + 2.0**-20 * size
         assert (got.double() - exact).abs().max() <= tolerance, columns
         if columns == 0:
             own = octofuse.i8f16_linear(*octofuse.quantize_per_token(x)[:1], w, scales, scale, out_dtype=dtype)
@@ -133,7 +136,7 @@ def test_a_row_has_the_same_bits_in_every_kernel(n: int, k: int, dtype: torch.dt
     """One to 48 tokens, and more; alone and beside rows without outliers."""
     skip_other_devices()
     noise = torch.randn(2100, k).clamp(-5, 5).to(dtype).cuda()
-    for columns in (0, 3, 40, 300):
+    for columns in (0, 3, 40, 80, 300):
         x, w, scale = case(1, n, k, columns, "cuda", dtype)
         for same in ((1, 2, 3, 5, 16, 32, 33, 48), (49, 64, 100, 129, 300, 700, 2100)):
             want = None
