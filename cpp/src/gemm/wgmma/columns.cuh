@@ -12,24 +12,27 @@
 namespace octofuse::wgmma {
 
 // What that warp hands to those that multiply: kTaken columns at most of kChannels channels, in x's type, [columns / 8]
-// [channels][8], and the scales of kTokens tokens; of one tile at a time.
-template <int kTokens_, int kChannels, int kTaken_>
+// [channels][8], and the scales of kTokens tokens. kAtOnce: tiles that there is room for.
+template <int kTokens_, int kChannels, int kTaken_, int kAtOnce_>
 struct Columns {
   static constexpr int kTokens = kTokens_;
   static constexpr int kTaken = kTaken_;
+  static constexpr int kAtOnce = kAtOnce_;
   static_assert(kTaken % 16 == 0 && kTaken <= kMostGathered);
   static constexpr int kBytes = 2 * kTaken * kChannels;
-  alignas(128) uint8_t taken[kBytes];
-  alignas(16) float scales[kTokens];  // of x
-  uint32_t list[kTaken + 1];          // the last one is behind all columns
-  EmptyBarrier full, empty;
+  alignas(128) uint8_t taken[kAtOnce][kBytes];
+  alignas(16) float scales[kAtOnce][kTokens];  // of x
+  uint32_t list[kTaken + 1];                   // the last one is behind all columns
+  EmptyBarrier full[kAtOnce], empty[kAtOnce];
 
-  __device__ static uint32_t phase(int tile) { return static_cast<uint32_t>(tile) & 1; }
+  __device__ static uint32_t phase(int tile) { return static_cast<uint32_t>(tile / kAtOnce) & 1; }
 
   // readers: warps that multiply a tile.
   __device__ void init(int readers) {
-    full.init(32);
-    empty.init(static_cast<uint32_t>(readers));
+    for (int tile = 0; tile < kAtOnce; ++tile) {
+      full[tile].init(32);
+      empty[tile].init(static_cast<uint32_t>(readers));
+    }
   }
 };
 
@@ -70,13 +73,14 @@ class ColumnTaker {
   // token, whose scales come along.
   template <class Ring>
   __device__ void take(Ring& at, int k_blocks, int tile, int m0) {
+    const int place = tile % Tile::Columns::kAtOnce;
     if (count_.taken > 0) {
-      shared_.columns.empty.wait(Tile::Columns::phase(tile) ^ 1);
+      shared_.columns.empty[place].wait(Tile::Columns::phase(tile) ^ 1);
       for (int i = lane_; i < Tile::Columns::kTokens; i += 32) {
-        shared_.columns.scales[i] = scale_at(args_.epilogue.x_scale, min(m0 + i, args_.output.m - 1));
+        shared_.columns.scales[place][i] = scale_at(args_.epilogue.x_scale, min(m0 + i, args_.output.m - 1));
       }
     }
-    uint8_t* const taken = shared_.columns.taken;
+    uint8_t* const taken = shared_.columns.taken[place];
     if (args_.outliers.type == DType::kFloat16) {
       take_weights<__half>(at, k_blocks, taken);
     } else {
@@ -86,7 +90,7 @@ class ColumnTaker {
       shared_.full[at.stage].wait(at.phase);
       release(at.stage);
     }
-    shared_.columns.full.arrive();
+    shared_.columns.full[place].arrive();
   }
 
  private:
@@ -109,10 +113,12 @@ class ColumnTaker {
 
   // Zeros behind the last column, up to a whole step of a product.
   __device__ void fill_up() {
-    for (auto i = static_cast<uint32_t>(count_.taken); i % 16 != 0; ++i) {
-      uint8_t* const to = place_of(shared_.columns.taken, i);
-      for (int j = 0; j < kRows; ++j) {
-        if (has_row(j)) *reinterpret_cast<uint16_t*>(to + j * 32 * 16) = 0;
+    for (auto& taken : shared_.columns.taken) {
+      for (auto i = static_cast<uint32_t>(count_.taken); i % 16 != 0; ++i) {
+        uint8_t* const to = place_of(taken, i);
+        for (int j = 0; j < kRows; ++j) {
+          if (has_row(j)) *reinterpret_cast<uint16_t*>(to + j * 32 * 16) = 0;
+        }
       }
     }
   }

@@ -166,8 +166,8 @@ class TileOutliers {
     int stage = place.k_count % args_.stages;
     uint32_t phase = static_cast<uint32_t>(place.k_count / args_.stages) & 1;
     int last = stage == 0 ? args_.stages - 1 : stage - 1;
-    shared.columns.full.wait(0);
-    scale_sums<Tile::kSwap, Tile::kCols, 1>(shared.columns.scales + (Tile::kSwap ? 0 : 64 * warpgroup_), thread_, d);
+    shared.columns.full[0].wait(0);
+    scale_sums<Tile::kSwap, Tile::kCols, 1>(shared.columns.scales[0] + (Tile::kSwap ? 0 : 64 * warpgroup_), thread_, d);
     for (int block = 0; block < count_.blocks; ++block) {
       __syncwarp();
       cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(1 + warpgroup_));  // all have read the last stage
@@ -175,7 +175,7 @@ class TileOutliers {
       shared.full[stage].wait(phase);
       const uint8_t* const tokens =
           ring + stage * Tile::kStageBytes + (Tile::kSwap ? Tile::kBytesA : warpgroup_ * 64 * kBlockK);
-      multiply_block<Tile>(args_.outliers.type, tokens, shared.columns.taken, block, count_.taken, 64 * warpgroup_,
+      multiply_block<Tile>(args_.outliers.type, tokens, shared.columns.taken[0], block, count_.taken, 64 * warpgroup_,
                            thread_, d);
       last = stage;
       if (++stage == args_.stages) {

@@ -48,7 +48,7 @@ struct PingpongTile {
   using Piece = octofuse::Piece<kPieceCols>;
   struct NoColumns {};
   using Columns =
-      std::conditional_t<kGathered, octofuse::wgmma::Columns<kRows, kCols, kCols <= 128 ? 128 : 96>, NoColumns>;
+      std::conditional_t<kGathered, octofuse::wgmma::Columns<kRows, kCols, 64, kCols <= 128 ? 2 : 1>, NoColumns>;
   struct Shared {
     FullBarrier full[kMaxStages];
     EmptyBarrier empty[kMaxStages];
@@ -187,19 +187,20 @@ __device__ void multiply_outliers(const OutlierKernelArgs& args, typename Tile::
   constexpr int kFirst = Tile::kForm == Form::kCooperative ? 64 : 0;  // rows of a warpgroup
   using Columns = typename Tile::Columns;
   if (count.all == 0) return;
+  const int place = number % Columns::kAtOnce;
   at.advance(args.k_blocks);
   const int m0 = tile.tile_m * Tile::kRows;
-  shared.columns.full.wait(Columns::phase(number));
-  scale_sums<false, Tile::kCols, Tile::kRowBlocks>(shared.columns.scales + kFirst * warpgroup, thread, d);
+  shared.columns.full[place].wait(Columns::phase(number));
+  scale_sums<false, Tile::kCols, Tile::kRowBlocks>(shared.columns.scales[place] + kFirst * warpgroup, thread, d);
   for (int block = 0; block < count.blocks; ++block, at.next()) {
     shared.full[at.stage].wait(at.phase);
     const uint8_t* const tokens = ring + at.stage * Tile::kStageBytes + kFirst * warpgroup * kBlockK;
-    multiply_block<Tile>(args.outliers.type, tokens, shared.columns.taken, block, count.taken, 0, thread, d);
+    multiply_block<Tile>(args.outliers.type, tokens, shared.columns.taken[place], block, count.taken, 0, thread, d);
     __syncwarp();
     cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(warpgroup));  // all have read it
     if (thread < args.cluster) shared.empty[at.stage].arrive(static_cast<uint32_t>(thread));
   }
-  if (thread % 32 == 0) shared.columns.empty.arrive();
+  if (thread % 32 == 0) shared.columns.empty[place].arrive();
   multiply_rest<false, Tile::kCols, Tile::kRowBlocks>(args, count.taken, count.all, m0 + kFirst * warpgroup,
                                                       tile.tile_n * Tile::kCols, thread, d);
 }

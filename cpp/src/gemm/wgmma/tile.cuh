@@ -46,7 +46,7 @@ struct Tile {
   using Factors = std::conditional_t<promotes(kArithmetic), FactorRing<kTokens, kConsumers>, NoFactors>;
   struct NoColumns {};
   using Columns =
-      std::conditional_t<kGathered, octofuse::wgmma::Columns<kTokens, kChannels, kChannels <= 128 ? 96 : 48>,
+      std::conditional_t<kGathered, octofuse::wgmma::Columns<kTokens, kChannels, kChannels <= 128 ? 96 : 48, 1>,
                          NoColumns>;
   struct NoDigits {};
   using Digits = std::conditional_t<kDigits, DigitFactors<kTokens>, NoDigits>;
