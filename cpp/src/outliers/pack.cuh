@@ -86,25 +86,26 @@ struct Gathered {
   int* count;
   int* columns;
   void* x;  // [m, kMostGathered]
+  void* w;  // [n, kMostGathered]
 };
 
 // A row's columns side by side, from the list's number `before` on; `thread` of `threads`. Several are on their way at
 // once: the compiler cannot know that none of them is written here.
-template <class T>
-__device__ inline void gather_row(const T* row, const int* columns, int count, int before, int thread, int threads,
+template <class T, class From>
+__device__ inline void gather_row(const From* row, const int* columns, int count, int before, int thread, int threads,
                                   T* to) {
   constexpr int kAhead = 8;
   const int end = min(count, kMostGathered - before);
 #pragma unroll 1
   for (int first = thread; first < end; first += kAhead * threads) {
-    T values[kAhead];
+    From values[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       if (first + i * threads < end) values[i] = row[columns[first + i * threads]];
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (first + i * threads < end) to[before + first + i * threads] = values[i];
+      if (first + i * threads < end) to[before + first + i * threads] = rows::from_float<T>(to_float(values[i]));
     }
   }
 }

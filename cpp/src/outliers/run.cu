@@ -34,11 +34,14 @@ OutlierColumns operands_of(const OutlierArgs& args) {
 
 template <class T>
 OutlierColumns gather(const OutlierArgs& args, int device, cudaStream_t stream, const Allocator& allocate) {
+  constexpr int64_t kWeightRows = kThreads / 8;
   const auto make = [&](int64_t count, size_t size) { return allocate(static_cast<size_t>(count) * size); };
-  GatherArgs gather{MeasureArgs(args, false, allocate), {}, 0, 0};
+  GatherArgs gather{MeasureArgs(args, false, allocate), args, {}, 0, 0, 0};
   gather.to.count = static_cast<int*>(make(1, sizeof(int)));
   gather.to.columns = static_cast<int*>(make(args.k, sizeof(int)));
   gather.to.x = make(args.m * kMostGathered, sizeof(T));
+  gather.to.w = make(args.n * kMostGathered, sizeof(T));
+  gather.weight_blocks = static_cast<int>(blocks(args.n, kWeightRows));
   // A block's list of columns takes as long as some rows.
   const int64_t slots = int64_t{4} * device_capability(device).sm_count;
   gather.threads_of_row = args.m > 4 * slots ? 32 : args.m > slots ? 128 : kThreads;
@@ -47,12 +50,14 @@ OutlierColumns gather(const OutlierArgs& args, int device, cudaStream_t stream, 
   const bool wide = is_wide(args);
   const bool chained = is_chained(stream, device);
   measure(gather.found, wide, chained, stream);
+  const unsigned token_blocks = blocks(args.m, gather.rows_of_block);
   launch("outliers_gather", wide ? gather_kernel<T, true> : gather_kernel<T, false>,
-         dim3(blocks(args.m, gather.rows_of_block)), kThreads, chained, gather, stream);
+         dim3(static_cast<unsigned>(gather.weight_blocks) + token_blocks), kThreads, chained, gather, stream);
   OutlierColumns columns = operands_of(args);
   columns.count = gather.to.count;
   columns.columns = gather.to.columns;
   columns.x_gathered = gather.to.x;
+  columns.w_gathered = gather.to.w;
   return columns;
 }
 
