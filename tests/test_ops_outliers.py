@@ -51,6 +51,7 @@ SHAPES = (
     (130, 200, 2056),
     (200, 65, 20000),
     (60, 40, 40000),
+    # On compute capability 9.0: blocks of one tile of 128 tokens, and blocks of several tiles with a short K.
     (384, 6144, 256),
     (512, 4096, 256),
     (900, 4096, 256),
