@@ -302,6 +302,7 @@ def outlier_cases() -> int:
         (130, 200, 1000, 7),
         (600, 4096, 384, 70),
         (600, 4096, 640, 270),
+        (900, 4096, 256, 60),
     ):
         x = torch.randn(m, k).clamp(-5, 5)
         x[:, torch.randperm(k)[:columns]] *= 20

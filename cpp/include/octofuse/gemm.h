@@ -132,13 +132,11 @@ struct OutlierColumns {
   int64_t ldx = 0;
   const int8_t* w = nullptr;  // [n, k], row stride ldw
   int64_t ldw = 0;
-  // Gathered: how many columns, and which, ascending; the first kMostGathered of them side by side, [m, kMostGathered]
-  // and [n, kMostGathered], zeros behind the last up to a multiple of kOutlierBlock. Of more columns the others are
-  // read where they lie.
+  // Gathered: how many columns, and which, ascending; the first kMostGathered of x's side by side, [m, kMostGathered],
+  // zeros behind the last up to a multiple of kOutlierBlock. Of more columns the others are read where they lie.
   const int* count = nullptr;
   const int* columns = nullptr;
   const void* x_gathered = nullptr;
-  const void* w_gathered = nullptr;
   // Digits: the int8 x has kDigitRows rows a token, its values and its outliers' three digits, the highest first.
   // Factors of the sums of both, [m, 2]: 1 and 0 without outliers. Behind one token's, a bit for each column.
   const float* factors = nullptr;
@@ -148,7 +146,7 @@ struct OutlierColumns {
   }
 };
 constexpr int kDigitRows = 4;
-constexpr int kMostGathered = 256;
+constexpr int kMostGathered = 128;
 constexpr int kOutlierBlock = 64;  // 128 bytes
 
 struct GemmArgs {

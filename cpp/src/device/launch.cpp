@@ -101,4 +101,27 @@ void launch_kernel(const char* name, const void* function, dim3 grid, dim3 block
   if (status != cudaSuccess) throw_launch_error(name, cudaGetErrorString(status));
 }
 
+bool launch_cooperative(const char* name, const void* function, dim3 grid, dim3 block, bool overlap, void* args,
+                        cudaStream_t stream) {
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = overlap ? 2 : 1;
+  void* pointers[] = {args};
+  const cudaError_t status = cudaLaunchKernelExC(&config, function, pointers);
+  if (status == cudaErrorCooperativeLaunchTooLarge) {
+    cudaGetLastError();  // it would be taken for that of a later launch
+    return false;
+  }
+  if (status != cudaSuccess) throw_launch_error(name, cudaGetErrorString(status));
+  return true;
+}
+
 }  // namespace octofuse

@@ -37,4 +37,9 @@ struct ReadOnce {
 void launch_kernel(const char* name, const void* function, dim3 grid, dim3 block, int shared_bytes, dim3 cluster,
                    bool overlap, void* args, cudaStream_t stream, ReadOnce weights = {});
 
+// A launch all of whose blocks run at once, so that they may wait for each other. False: more than that are asked for,
+// and nothing was launched.
+bool launch_cooperative(const char* name, const void* function, dim3 grid, dim3 block, bool overlap, void* args,
+                        cudaStream_t stream);
+
 }  // namespace octofuse

@@ -13,6 +13,9 @@
 
 namespace octofuse::wgmma {
 
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+using EmptyBarrier = cutlass::arch::ClusterBarrier;
+
 // d[64, kCols] (+)= a[64, 32] * b[kCols, 32]^T: 8-bit operands from shared memory, sums in this warpgroup's registers.
 // Instructions by the type of the sums and those of a and b.
 struct S32S8S8;

@@ -45,23 +45,29 @@ __device__ inline Pack<int8_t> digits_of(const int (&numbers)[kPack], int place)
   return digits;
 }
 
+// Of one token.
 struct DigitArgs {
   OutlierArgs of;
   float* factors;  // OutlierColumns::factors
+};
+
+// Of more.
+struct DigitPartArgs : MeasureArgs {
+  float* factors;
 };
 
 // The largest of non-negative floats, given as their bits.
 __device__ inline float warp_max(uint32_t bits) { return __uint_as_float(__reduce_max_sync(kFullWarp, bits)); }
 
 // What is written of a row: below and most are its largest magnitudes below the threshold and of all.
-template <class T, bool kWide>
+template <class T, bool kWide, class Args>
 struct DigitRow {
-  const DigitArgs& args;
+  const Args& args;
   int row, k;
   float scale, inverse;
   FixedPoint fixed;
 
-  __device__ DigitRow(const DigitArgs& args, int row, float below, float most)
+  __device__ DigitRow(const Args& args, int row, float below, float most)
       : args(args),
         row(row),
         k(static_cast<int>(args.of.k)),
@@ -77,16 +83,17 @@ struct DigitRow {
   }
 
   // columns: a bit for each of the pack that holds an outlier.
-  __device__ void write(const Pack<T>& pack, uint32_t columns, int index) const {
+  __device__ void write(Pack<T> pack, uint32_t columns, int index) const {
     int8_t* const q = args.of.q + static_cast<int64_t>(row) * kDigitRows * k;
-    store_pack<T, kWide>(pack, columns, inverse, q, index, k);
     int numbers[kPack] = {};
     if (columns != 0) {
 #pragma unroll
       for (int j = 0; j < kPack; ++j) {
         if ((columns >> j & 1U) != 0) numbers[j] = fixed.of(to_float(pack.values[j]));
       }
+      remove(pack, columns);
     }
+    store_pack<T, kWide>(pack, inverse, q, index, k);
 #pragma unroll
     for (int row_of_digits = 1; row_of_digits < kDigitRows; ++row_of_digits) {
       store_bytes<kWide>(digits_of(numbers, kDigitRows - 1 - row_of_digits), q + row_of_digits * k, index, k);
@@ -128,7 +135,7 @@ __global__ void __launch_bounds__(kRowThreads) digits_row_kernel(const __grid_co
   }
   any = __syncthreads_or(any) != 0;
   const int warp = thread % (kRowThreads / 32);
-  const DigitRow<T, kWide> out(args, 0, warp_max(below_of_warp[warp]), warp_max(most_of_warp[warp]));
+  const DigitRow<T, kWide, DigitArgs> out(args, 0, warp_max(below_of_warp[warp]), warp_max(most_of_warp[warp]));
   const int index = static_cast<int>(blockIdx.x) * kRowThreads + thread;
   if (index == 0) out.write_scales(any);
   auto* const columns = reinterpret_cast<uint8_t*>(args.factors + 2);
@@ -140,10 +147,6 @@ __global__ void __launch_bounds__(kRowThreads) digits_row_kernel(const __grid_co
   out.write(pack, outliers, index);
 }
 
-struct DigitPartArgs : DigitArgs {
-  MeasureArgs found;
-};
-
 // A thread has a pack.
 template <class T, bool kWide>
 __global__ void __launch_bounds__(kPartThreads) digits_part_kernel(const __grid_constant__ DigitPartArgs args) {
@@ -151,27 +154,26 @@ __global__ void __launch_bounds__(kPartThreads) digits_part_kernel(const __grid_
   const int index = static_cast<int>(blockIdx.x) * kPartThreads + static_cast<int>(threadIdx.x);
   const bool inside = index * kPack < k;
   const int64_t row = blockIdx.y;
-  const MeasureArgs& found = args.found;
   wait_for_predecessors();
   Pack<T> pack = {};
   uint32_t columns = 0;
   if (inside) {
     pack = load_pack<T, kWide>(static_cast<const T*>(args.of.x) + row * args.of.ldx, index, k);
-    columns = found.mask(index / 4) >> index % 4 * kPack & 0xFFU;
+    columns = args.mask(index / 4) >> index % 4 * kPack & 0xFFU;
   }
   const int lane = static_cast<int>(threadIdx.x) % 32;
   uint32_t below = 0;
   uint32_t most = 0;
-  for (int part = lane; part < found.parts; part += 32) {
-    below = max(below, found.below[part * args.of.m + row]);
-    most = max(most, found.most[part * args.of.m + row]);
+  for (int part = lane; part < args.parts; part += 32) {
+    below = max(below, args.below[part * args.of.m + row]);
+    most = max(most, args.most[part * args.of.m + row]);
   }
   launch_dependents();  // not before: these reads would wait for the next kernel's weights
-  const DigitRow<T, kWide> out(args, static_cast<int>(row), warp_max(below), warp_max(most));
+  const DigitRow<T, kWide, DigitPartArgs> out(args, static_cast<int>(row), warp_max(below), warp_max(most));
   if (inside) out.write(pack, columns, index);
   if (blockIdx.x != 0 || threadIdx.x >= 32) return;
   uint32_t any = 0;
-  for (int i = lane; i < found.parts * found.groups; i += 32) any |= found.any[i];
+  for (int i = lane; i < args.parts * args.groups; i += 32) any |= args.any[i];
   any = __reduce_or_sync(kFullWarp, any);
   if (lane == 0) out.write_scales(any != 0);
 }
@@ -187,8 +189,8 @@ void run(DigitArgs args, int device, cudaStream_t stream, const Allocator& alloc
     return launch_kernel("outliers_digits", kernel, dim3(blocks(kRowThreads)), dim3(kRowThreads), 0, dim3(1), chained,
                          &args, stream);
   }
-  DigitPartArgs parts{args, MeasureArgs(args.of, true, allocate)};
-  measure(parts.found, wide, chained, stream);
+  DigitPartArgs parts{MeasureArgs(args.of, allocate), args.factors};
+  measure(parts, wide, chained, stream);
   const void* const kernel = wide ? reinterpret_cast<const void*>(digits_part_kernel<T, true>)
                                   : reinterpret_cast<const void*>(digits_part_kernel<T, false>);
   const dim3 grid(blocks(kPartThreads), static_cast<unsigned>(args.of.m));

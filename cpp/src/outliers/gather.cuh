@@ -1,128 +1,168 @@
-// Many tokens, behind measure.cuh: puts together what its blocks found, quantises the rows, and gathers columns of x
-// and w side by side.
+// Many tokens, in one kernel all of whose blocks run at once: each quantises rows and marks their outliers' columns for
+// all blocks. Once all have done so, it puts zeros in these columns of its rows, and gathers them side by side.
 #pragma once
+
+#include <cooperative_groups.h>
 
 #include "device/chain.cuh"
 #include "outliers/list.cuh"
-#include "outliers/measure.cuh"
+#include "outliers/pack.cuh"
 
 namespace octofuse::outliers {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
+constexpr int kRowThreads = 128;  // that share a row
+constexpr int kRowsAtOnce = kThreads / kRowThreads;
 
 struct GatherArgs {
-  MeasureArgs found;
   OutlierArgs of;
   Gathered to;
-  int weight_blocks;
-  int threads_of_row, rows_of_block;
+  uint32_t* mask;  // [words]: a bit for each column with an outlier
+  int words;
+  int64_t rows_of_block;
 };
 
 struct GatherMemory {
   uint32_t mask[(kMaxK + 31) / 32];
+  uint32_t of_warp[2][kThreads / 32];
   ColumnList<kThreads> list;
 };
 
-template <class T, bool kWide>
-class Gather {
-  const GatherArgs& args_;
-  GatherMemory& memory_;
-  int thread_ = static_cast<int>(threadIdx.x);
+// A thread's packs of a row.
+template <class T, bool kWide, int kPacks>
+struct HeldRow {
+  rows::Row<T, kRowThreads, kPacks> row;
+  const T* x = nullptr;
+  int k;
 
- public:
-  __device__ Gather(const GatherArgs& args, GatherMemory& memory) : args_(args), memory_(memory) {
-    for (int word = thread_; word < args.found.words; word += kThreads) memory_.mask[word] = args.found.mask(word);
-    __syncthreads();
+  __device__ HeldRow(int thread, int k) : row(thread, (k + kPack - 1) / kPack), k(k) {}
+  __device__ auto load() const {
+    return [this](int index, int) { return load_pack<T, kWide>(x, index, k); };
   }
-
-  __device__ void take_weights() {
-    constexpr int kLanes = 8;  // threads that share a row's columns
-    const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + thread_ / kLanes;
-    const bool exists = row < args_.of.n;
-    const int8_t* const w = args_.of.w + (exists ? row : 0) * args_.of.k;
-    T* const to = static_cast<T*>(args_.to.w) + row * kMostGathered;
-    const int total = lists([&](const int* columns, int count, int before) {
-      if (exists) gather_row(w, columns, count, before, thread_ % kLanes, kLanes, to);
-      for (int i = thread_; blockIdx.x == 0 && i < count; i += kThreads) args_.to.columns[before + i] = columns[i];
-    });
-    if (exists) end_row(total, thread_ % kLanes, kLanes, to);
-    if (blockIdx.x == 0 && thread_ == 0) *args_.to.count = total;
+  __device__ void fill(const T* from) {
+    x = from;
+    row.fill(load());
   }
-
-  // As many threads as args.threads_of_row, whole warps, take one row after the other.
-  __device__ void take_tokens(int block) {
-    const int threads = args_.threads_of_row;
-    const int thread = thread_ % threads;
-    const int step = kThreads / threads;
-    const int64_t first = static_cast<int64_t>(block) * args_.rows_of_block + thread_ / threads;
-    const int64_t end = min(static_cast<int64_t>(block + 1) * args_.rows_of_block, args_.of.m);
-    for (int64_t row = first; row < end; row += step) quantise(row, thread, threads);
-    const int total = lists([&](const int* columns, int count, int before) {
-      for (int64_t row = first; row < end; row += step) {
-        gather_row(row_of(row), columns, count, before, thread, threads, gathered_row(row));
-      }
-    });
-    for (int64_t row = first; row < end; row += step) end_row(total, thread, threads, gathered_row(row));
-  }
-
- private:
-  __device__ const T* row_of(int64_t row) const { return static_cast<const T*>(args_.of.x) + row * args_.of.ldx; }
-  __device__ T* gathered_row(int64_t row) const { return static_cast<T*>(args_.to.x) + row * kMostGathered; }
-
-  // f(columns, count, of earlier lists); returns how many columns there are.
   template <class F>
-  __device__ int lists(F f) {
-    int total = 0;
-    for_each_list(memory_.list, memory_.mask, args_.found.words, [&](const int* columns, int count, int before) {
-      total += count;
-      f(columns, count, before);
-    });
-    return total;
-  }
-
-  __device__ void quantise(int64_t row, int thread, int threads) const {
-    const int k = static_cast<int>(args_.of.k);
-    uint32_t most = 0;
-    for (int part = thread % 32; part < args_.found.parts; part += 32)
-      most = max(most, args_.found.below[part * args_.of.m + row]);
-    most = __reduce_max_sync(kFullWarp, most);
-    const float scale = rows::scale_of(__uint_as_float(most), DType::kInt8);
-    if (thread == 0) args_.of.scales[row] = scale;
-    constexpr int kAhead = 4;
-    const float inverse = reciprocal(scale);
-    const int packs = (k + kPack - 1) / kPack;
-#pragma unroll 1
-    for (int first = thread; first < packs; first += threads * kAhead) {
-      Pack<T> ahead[kAhead];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int index = first + threads * i;
-        if (index < packs) ahead[i] = load_pack<T, kWide>(row_of(row), index, k);
-      }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int index = first + threads * i;
-        if (index >= packs) break;
-        const uint32_t columns = memory_.mask[index / 4] >> index % 4 * kPack;
-        store_pack<T, kWide>(ahead[i], columns, inverse, args_.of.q + row * k, index, k);
-      }
-    }
+  __device__ void for_each(F f) {
+    row.for_each(load(), f);
   }
 };
 
-template <class T, bool kWide>
-__global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ GatherArgs args) {
+// kPacks: that a thread keeps of a row; 0: it reads them again.
+template <class T, bool kWide, int kPacks>
+class Gather {
+  const GatherArgs& args_;
+  const OutlierArgs& of_;
+  GatherMemory& memory_;
+  int thread_ = static_cast<int>(threadIdx.x);
+  int64_t first_, end_;  // of this block's rows
+  using Held = HeldRow<T, kWide, kPacks>;
+
+ public:
+  __device__ Gather(const GatherArgs& args, GatherMemory& memory)
+      : args_(args),
+        of_(args.of),
+        memory_(memory),
+        first_(static_cast<int64_t>(blockIdx.x) * args.rows_of_block),
+        end_(min(first_ + args.rows_of_block, args.of.m)) {}
+
+  __device__ void run() {
+    const auto grid = cooperative_groups::this_grid();
+    for (int word = thread_; word < args_.words; word += kThreads) {
+      memory_.mask[word] = 0;
+      if (blockIdx.x == 0) args_.mask[word] = 0;
+    }
+    auto cleared = grid.barrier_arrive();
+    Held held(thread_ % kRowThreads, static_cast<int>(of_.k));
+    float scale = 0.0F;
+    int64_t row = first_ + thread_ / kRowThreads;
+    for (int turn = 0; row < end_; row += kRowsAtOnce, turn ^= 1) {
+      scale = measure_row(held, row, turn);
+      if (row + kRowsAtOnce >= end_) break;  // it is quantised below, while the other blocks' marks come
+      quantise(held, row, scale);
+    }
+    grid.barrier_wait(std::move(cleared));
+    for (int word = thread_; word < args_.words; word += kThreads) {
+      if (memory_.mask[word] != 0) atomicOr(args_.mask + word, memory_.mask[word]);
+    }
+    auto marked = grid.barrier_arrive();
+    if (row < end_) quantise(held, row, scale);
+    grid.barrier_wait(std::move(marked));
+    launch_dependents();
+    take_columns();
+  }
+
+ private:
+  __device__ const T* row_of(int64_t row) const { return static_cast<const T*>(of_.x) + row * of_.ldx; }
+
+  // The row to `held`, without its outliers, which go to the block's mask; returns its scale.
+  __device__ float measure_row(Held& held, int64_t row, int turn) {
+    held.fill(row_of(row));
+    float below = 0.0F;
+    float most = 0.0F;
+    held.for_each([&](Pack<T>& pack, int index) {
+      const uint32_t outliers = measure(pack, of_.threshold, below, most);
+      if (outliers != 0) {
+        mark_pack(outliers, index, memory_.mask);
+        remove(pack, outliers);
+      }
+      // One pack after the other, and nothing is widened ahead for quantise(): that would take too many registers.
+      auto& words = reinterpret_cast<uint4&>(pack);
+      asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
+    });
+    const uint32_t bits = __reduce_max_sync(kFullWarp, __float_as_uint(below));
+    uint32_t* const of_warp = memory_.of_warp[turn];
+    const int group = thread_ / kRowThreads;
+    if (thread_ % 32 == 0) of_warp[thread_ / 32] = bits;
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kRowThreads) : "memory");
+    constexpr int kWarps = kRowThreads / 32;
+    const uint32_t of_row = __reduce_max_sync(kFullWarp, of_warp[group * kWarps + thread_ % kWarps]);
+    const float scale = rows::scale_of(__uint_as_float(of_row), DType::kInt8);
+    if (thread_ % kRowThreads == 0) of_.scales[row] = scale;
+    return scale;
+  }
+
+  __device__ void quantise(Held& held, int64_t row, float scale) const {
+    const int k = static_cast<int>(of_.k);
+    const float inverse = reciprocal(scale);
+    held.for_each([&](Pack<T>& pack, int index) {
+      if constexpr (kPacks == 0) {  // read again
+        float below = 0.0F;
+        float most = 0.0F;
+        remove(pack, measure(pack, of_.threshold, below, most));
+      }
+      store_pack<T, kWide>(pack, inverse, of_.q + row * k, index, k);
+    });
+  }
+
+  // A warp takes one row after the other.
+  __device__ void take_columns() {
+    constexpr int kWarps = kThreads / 32;
+    const int lane = thread_ % 32;
+    const int64_t row0 = first_ + thread_ / 32;
+    const auto gathered_row = [&](int64_t row) { return static_cast<T*>(args_.to.x) + row * kMostGathered; };
+    for (int word = thread_; word < args_.words; word += kThreads) memory_.mask[word] = __ldcg(args_.mask + word);
+    __syncthreads();
+    int total = 0;
+    for_each_list(memory_.list, memory_.mask, args_.words, [&](const int* columns, int count, int before) {
+      total += count;
+      for (int64_t row = row0; row < end_; row += kWarps) {
+        gather_row(row_of(row), columns, count, before, lane, 32, gathered_row(row));
+        for (int i = lane; i < count; i += 32) of_.q[row * of_.k + columns[i]] = 0;
+      }
+      for (int i = thread_; blockIdx.x == 0 && i < count; i += kThreads) args_.to.columns[before + i] = columns[i];
+    });
+    if (blockIdx.x == 0 && thread_ == 0) *args_.to.count = total;
+    for (int64_t row = row0; row < end_; row += kWarps) end_row(total, lane, 32, gathered_row(row));
+  }
+};
+
+template <class T, bool kWide, int kPacks>
+__global__ void __launch_bounds__(kThreads, 1) gather_kernel(const __grid_constant__ GatherArgs args) {
   __shared__ GatherMemory memory;
   wait_for_predecessors();
-  Gather<T, kWide> gather(args, memory);
-  const int block = static_cast<int>(blockIdx.x) - args.weight_blocks;
-  if (block < 0) {
-    gather.take_weights();
-  } else {
-    gather.take_tokens(block);
-  }
-  // Not before: its reads, one behind the other, would wait for the next kernel's weights too.
-  launch_dependents();
+  Gather<T, kWide, kPacks>(args, memory).run();
 }
 
 }  // namespace octofuse::outliers

@@ -40,7 +40,6 @@ __global__ void __launch_bounds__(kMeasureThreads) measure_kernel(const __grid_c
       if (inside) mark_pack(measure(packs[i], args.of.threshold, below, most), pack % 32, mask);
       const uint32_t largest_below = __reduce_max_sync(kFullWarp, __float_as_uint(below));
       if (thread % 32 == 0) args.below[blockIdx.x * args.of.m + at] = largest_below;
-      if (args.most == nullptr) continue;
       const uint32_t largest = __reduce_max_sync(kFullWarp, __float_as_uint(most));
       if (thread % 32 == 0) args.most[blockIdx.x * args.of.m + at] = largest;
     }
@@ -48,7 +47,7 @@ __global__ void __launch_bounds__(kMeasureThreads) measure_kernel(const __grid_c
   __syncthreads();
   const int word = static_cast<int>(blockIdx.x) * kWords + thread;
   if (thread < kWords && word < args.words) args.masks[blockIdx.y * args.words + word] = mask[thread];
-  if (args.any == nullptr || thread >= 32) return;
+  if (thread >= 32) return;
   const uint32_t any = __reduce_or_sync(kFullWarp, thread < kWords ? mask[thread] : 0);
   if (thread == 0) args.any[blockIdx.y * gridDim.x + blockIdx.x] = any;
 }

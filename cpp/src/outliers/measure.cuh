@@ -1,4 +1,4 @@
-// Where outliers are, of two tokens and more: a block looks at 256 columns of some rows.
+// Where outliers are, of a few tokens: a block looks at 256 columns of some rows.
 #pragma once
 
 #include <algorithm>
@@ -11,19 +11,18 @@ namespace octofuse::outliers {
 
 constexpr int kMeasureThreads = 512;
 constexpr int kPartColumns = 32 * kPack;  // that a block looks at
-constexpr int kMostGroups = 16;
+constexpr int kMostGroups = static_cast<int>(ceil_div(kMostDigitTokens, kMeasureThreads / 32));
 
 struct MeasureArgs {
   OutlierArgs of;
   uint32_t* masks;  // [groups, words]: columns with an outlier in some rows
   uint32_t* below;  // [parts, m]: each row's largest magnitude below the threshold in the part's columns
-  // Where they are asked for, else null:
-  uint32_t* most;  // [parts, m]: of all magnitudes
-  uint32_t* any;   // [groups, parts]: not zero where there is an outlier
+  uint32_t* most;   // [parts, m]: of all magnitudes
+  uint32_t* any;    // [groups, parts]: not zero where there is an outlier
   int words, parts, groups, rows_of_group;
 
   // Of few rows a warp has one.
-  MeasureArgs(const OutlierArgs& args, bool needs_most, const Allocator& allocate)
+  MeasureArgs(const OutlierArgs& args, const Allocator& allocate)
       : of(args),
         words(static_cast<int>(ceil_div(args.k, 32))),
         parts(static_cast<int>(ceil_div(args.k, kPartColumns))),
@@ -34,19 +33,16 @@ struct MeasureArgs {
     };
     masks = make(int64_t{groups} * words);
     below = make(parts * args.m);
-    most = needs_most ? make(parts * args.m) : nullptr;
-    any = needs_most ? make(int64_t{parts} * groups) : nullptr;
+    most = make(parts * args.m);
+    any = make(int64_t{parts} * groups);
   }
 
   // A word of the mask of all rows' columns.
   __device__ uint32_t mask(int word) const {
     uint32_t columns = 0;
-    if (groups == kMostGroups) {  // known to the compiler, all are on their way at once
 #pragma unroll
-      for (int group = 0; group < kMostGroups; ++group) columns |= masks[group * words + word];
-    } else {
-#pragma unroll 4
-      for (int group = 0; group < groups; ++group) columns |= masks[group * words + word];
+    for (int group = 0; group < kMostGroups; ++group) {
+      if (group < groups) columns |= masks[group * words + word];
     }
     return columns;
   }

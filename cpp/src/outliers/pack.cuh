@@ -70,15 +70,19 @@ __device__ inline void store_bytes(const Pack<int8_t>& bytes, int8_t* row, int i
   }
 }
 
-// The pack times `inverse` to int8, zeros in `columns`, of which the first bit is that of the pack's first.
-template <class T, bool kWide>
-__device__ inline void store_pack(const Pack<T>& pack, uint32_t columns, float inverse, int8_t* q, int index, int k) {
-  Pack<float> wide = rows::widen(pack);
+// Zeros in place of the outliers, a bit each.
+template <class T>
+__device__ inline void remove(Pack<T>& pack, uint32_t outliers) {
 #pragma unroll
   for (int j = 0; j < kPack; ++j) {
-    if ((columns >> j & 1U) != 0) wide.values[j] = 0.0F;
+    if ((outliers >> j & 1U) != 0) pack.values[j] = rows::from_float<T>(0.0F);
   }
-  store_bytes<kWide>(rows::quantised(wide, DType::kInt8, inverse), q, index, k);
+}
+
+// The pack times `inverse` to int8.
+template <class T, bool kWide>
+__device__ inline void store_pack(const Pack<T>& pack, float inverse, int8_t* q, int index, int k) {
+  store_bytes<kWide>(rows::quantised(rows::widen(pack), DType::kInt8, inverse), q, index, k);
 }
 
 // Where the columns go that hold outliers.
@@ -86,26 +90,25 @@ struct Gathered {
   int* count;
   int* columns;
   void* x;  // [m, kMostGathered]
-  void* w;  // [n, kMostGathered]
 };
 
 // A row's columns side by side, from the list's number `before` on; `thread` of `threads`. Several are on their way at
 // once: the compiler cannot know that none of them is written here.
-template <class T, class From>
-__device__ inline void gather_row(const From* row, const int* columns, int count, int before, int thread, int threads,
+template <class T>
+__device__ inline void gather_row(const T* row, const int* columns, int count, int before, int thread, int threads,
                                   T* to) {
   constexpr int kAhead = 8;
   const int end = min(count, kMostGathered - before);
 #pragma unroll 1
   for (int first = thread; first < end; first += kAhead * threads) {
-    From values[kAhead];
+    T values[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       if (first + i * threads < end) values[i] = row[columns[first + i * threads]];
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (first + i * threads < end) to[before + first + i * threads] = rows::from_float<T>(to_float(values[i]));
+      if (first + i * threads < end) to[before + first + i * threads] = values[i];
     }
   }
 }

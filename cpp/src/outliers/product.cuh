@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kProductThreads) product_kernel(const __grid_c
   for (int row = static_cast<int>(blockIdx.y) * kProductTokens + static_cast<int>(threadIdx.x) / 32 * 16; row < args.m;
        row += static_cast<int>(gridDim.y) * kProductTokens) {
     float sums[kSums] = {};
-    multiply_columns<T, false, 2>(args.columns, 0, count, args.m, args.n, row, col, lane, sums);
+    multiply_columns<T, false>(args.columns, 0, count, args.m, args.n, row, col, lane, sums);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
       const int m = row + lane / 4 + i / 2 % 2 * 8;

@@ -1,4 +1,4 @@
-// Outliers of many tokens: their columns gathered, in two kernels, and for other devices multiplied in a third.
+// Outliers of many tokens: their columns gathered, and for other devices multiplied in a second kernel.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -15,13 +15,6 @@ namespace {
 
 unsigned blocks(int64_t extent, int64_t of_block) { return static_cast<unsigned>(ceil_div(extent, of_block)); }
 
-template <class Args>
-void launch(const char* name, void (*kernel)(Args), dim3 grid, int threads, bool chained, Args args,
-            cudaStream_t stream) {
-  launch_kernel(name, reinterpret_cast<const void*>(kernel), grid, dim3(static_cast<unsigned>(threads)), 0, dim3(1),
-                chained, &args, stream);
-}
-
 OutlierColumns operands_of(const OutlierArgs& args) {
   OutlierColumns columns;
   columns.type = args.type;
@@ -33,38 +26,45 @@ OutlierColumns operands_of(const OutlierArgs& args) {
 }
 
 template <class T>
+const void* gather_kernel_of(const OutlierArgs& args) {
+  const int64_t packs = ceil_div(args.k, int64_t{kPack} * kRowThreads);  // of a thread
+  if (!is_wide(args)) return reinterpret_cast<const void*>(gather_kernel<T, false, 0>);
+  if (packs <= 4) return reinterpret_cast<const void*>(gather_kernel<T, true, 4>);
+  if (packs <= 14) return reinterpret_cast<const void*>(gather_kernel<T, true, 14>);
+  return reinterpret_cast<const void*>(gather_kernel<T, true, 0>);
+}
+
+template <class T>
 OutlierColumns gather(const OutlierArgs& args, int device, cudaStream_t stream, const Allocator& allocate) {
-  constexpr int64_t kWeightRows = kThreads / 8;
   const auto make = [&](int64_t count, size_t size) { return allocate(static_cast<size_t>(count) * size); };
-  GatherArgs gather{MeasureArgs(args, false, allocate), args, {}, 0, 0, 0};
+  GatherArgs gather{args, {}, nullptr, static_cast<int>(ceil_div(args.k, 32)), 0};
+  gather.mask = static_cast<uint32_t*>(make(gather.words, sizeof(uint32_t)));
   gather.to.count = static_cast<int*>(make(1, sizeof(int)));
   gather.to.columns = static_cast<int*>(make(args.k, sizeof(int)));
   gather.to.x = make(args.m * kMostGathered, sizeof(T));
-  gather.to.w = make(args.n * kMostGathered, sizeof(T));
-  gather.weight_blocks = static_cast<int>(blocks(args.n, kWeightRows));
-  // A block's list of columns takes as long as some rows.
-  const int64_t slots = int64_t{4} * device_capability(device).sm_count;
-  gather.threads_of_row = args.m > 4 * slots ? 32 : args.m > slots ? 128 : kThreads;
-  const int64_t at_once = kThreads / gather.threads_of_row;
-  gather.rows_of_block = static_cast<int>(at_once * ceil_div(args.m, slots * at_once));
-  const bool wide = is_wide(args);
+  const void* const kernel = gather_kernel_of<T>(args);
   const bool chained = is_chained(stream, device);
-  measure(gather.found, wide, chained, stream);
-  const unsigned token_blocks = blocks(args.m, gather.rows_of_block);
-  launch("outliers_gather", wide ? gather_kernel<T, true> : gather_kernel<T, false>,
-         dim3(static_cast<unsigned>(gather.weight_blocks) + token_blocks), kThreads, chained, gather, stream);
+  // Where a process may use only a part of the device, fewer blocks run at once than it has SMs.
+  bool launched = false;
+  for (int64_t most = device_capability(device).sm_count; !launched; most /= 2) {
+    if (most == 0) throw_launch_error("outliers_gather", "no block of it fits the device");
+    gather.rows_of_block = ceil_div(args.m, most);
+    launched = launch_cooperative("outliers_gather", kernel, dim3(blocks(args.m, gather.rows_of_block)), dim3(kThreads),
+                                  chained, &gather, stream);
+  }
   OutlierColumns columns = operands_of(args);
   columns.count = gather.to.count;
   columns.columns = gather.to.columns;
   columns.x_gathered = gather.to.x;
-  columns.w_gathered = gather.to.w;
   return columns;
 }
 
 template <class T>
 void multiply(const ProductArgs& args, cudaStream_t stream) {
   const dim3 grid(blocks(args.n, kProductChannels), std::min(blocks(args.m, kProductTokens), 65535U));
-  launch("outliers_product", product_kernel<T>, grid, kProductThreads, false, args, stream);
+  ProductArgs given = args;
+  launch_kernel("outliers_product", reinterpret_cast<const void*>(product_kernel<T>), grid, dim3(kProductThreads), 0,
+                dim3(1), false, &given, stream);
 }
 
 }  // namespace

@@ -103,12 +103,12 @@ class HalfProduct {
 template <class Tile, class Epilogue>
 __device__ void consume_halves(const typename Tile::Args& args, typename Tile::Shared& shared, const uint8_t* ring,
                                uint8_t* staging, int warpgroup, int thread) {
-  const int columns = find_column_blocks<Tile>(args);
+  const ColumnCount columns = find_columns<Tile>(args);
   Ring<Tile::kStages> at;
   int slot = 0;
   uint32_t phase = 0;
   const auto finish = [&](const TileWalk& tile, auto& sums) {
-    at.advance(args.k_blocks + columns);
+    at.advance(args.k_blocks + columns.blocks);
     shared.vectors_full[slot].wait(phase);
     finish_pieces<Tile, Epilogue>(args, tile, shared.vectors[slot], staging, warpgroup, 64 * warpgroup, thread, sums);
     shared.vectors_empty[slot].arrive();
@@ -123,10 +123,13 @@ __device__ void consume_halves(const typename Tile::Args& args, typename Tile::S
       finish(tile, sums);
     }
   } else {
-    for (TileWalk tile(args, 0, 1); tile.valid(); tile.next()) {
+    int number = 0;
+    for (TileWalk tile(args, 0, 1); tile.valid(); tile.next(), ++number) {
       typename Tile::Register sums[Tile::kSize];
-      multiply_tile<Tile>(args, shared, ring, at, columns, warpgroup, thread, sums);
-      if constexpr (Tile::kGathered) multiply_outliers<Tile>(args, shared, ring, at, tile, warpgroup, thread, sums);
+      multiply_tile<Tile>(args, shared, ring, at, columns.blocks, warpgroup, thread, sums);
+      if constexpr (Tile::kGathered) {
+        multiply_outliers<Tile>(args, shared, ring, at, columns, tile, number, warpgroup, thread, sums);
+      }
       finish(tile, sums);
     }
   }
@@ -163,6 +166,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (thread / 32 == Tile::kVectors / 32) read_vectors<Tile>(args, shared, thread % 32);
     if constexpr (promotes(Tile::kArithmetic)) {
       if (thread / 32 == Tile::kFactors / 32) write_factors<Tile>(args, shared, thread % 32);
+    }
+    if constexpr (Tile::kGathered) {
+      if (thread / 32 == Tile::kTaker / 32) take_columns<Tile>(args, shared, ring, thread - Tile::kTaker);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();

@@ -4,6 +4,7 @@
 //   consumer warpgroups multiply 64 rows each (wgmma, both operands from shared memory, sums in registers)
 //   a producer thread   copies 128-byte-wide slices of both operands into a ring of stages (TMA)
 //   a vector warp       reads the tile's scales and bias meanwhile
+//   one warp more       takes columns of weights out of the ring where x has outliers (LLM.int8(), columns.cuh)
 //   then                partial sums of a split K are added across the cluster, exactly, and every block finishes
 //                       its share of the tile (epilogue/tile.cuh); of float8, and with gathered outliers, K is in one
 //                       piece
@@ -164,7 +165,7 @@ __device__ void consume_tile(const typename Tile::Args& args, const Place& place
     outliers.multiply(place, shared, ring, d);
     float sums[Tile::kCols / 2];
 #pragma unroll
-    for (int i = 0; i < Tile::kCols / 2; ++i) sums[i] = float_of(d[i], outliers.count);
+    for (int i = 0; i < Tile::kCols / 2; ++i) sums[i] = float_of(d[i], outliers.count());
     park_sums(sums);
   } else {
     if constexpr (promotes(Tile::kArithmetic)) {
@@ -174,6 +175,27 @@ __device__ void consume_tile(const typename Tile::Args& args, const Place& place
     }
     park_sums(d);
   }
+}
+
+// A position in the ring, whose length the host knows.
+struct Position {
+  int stages;
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ void next() {
+    if (++stage == stages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+template <class Tile>
+__device__ void take_columns(const OutlierKernelArgs& args, const Place& place, typename Tile::Shared& shared,
+                             const uint8_t* ring, int m0, int lane) {
+  wait_for_predecessors();
+  Position at{args.stages};
+  ColumnTaker<Tile>(args, shared, ring + (Tile::kSwap ? 0 : Tile::kBytesA), lane).take(at, place.k_count, 0, m0);
 }
 
 // What the vector warp reads for the epilogue beside the product.
@@ -209,9 +231,12 @@ __device__ void start(const KernelArgs& args, typename Tile::Shared& shared, Pro
   if constexpr (promotes(Tile::kArithmetic)) {
     if (lane == 0) shared.factors.init();
   }
+  if constexpr (Tile::kGathered) {
+    if (lane == 0) shared.columns.init(4 * Tile::kWarpgroups);
+  }
   if (lane < args.stages) {
     shared.full[lane].init(1);
-    shared.empty[lane].init(Tile::kWarpgroups);
+    shared.empty[lane].init(Tile::kWarpgroups + (Tile::kGathered ? 1 : 0));
     cutlass::arch::fence_barrier_init();
   }
   __syncwarp();
@@ -252,7 +277,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   const int m0 = row0 / Tile::kRowsOfToken;
   const int n0 = (Tile::kSwap ? place.tile_r : place.tile_c) * Tile::kChannels;
   const bool producer = warp_of(thread) == Tile::kProducer / 32;
-  const bool rehearses = thread >= Tile::kVectors;
+  const bool takes = Tile::kGathered && thread >= Tile::kTaker;
+  const bool rehearses = thread >= Tile::kVectors && !takes;
   const bool split = args.split > 1;
 
   Producer<Tile> feed(args, place, shared, ring, row0, n0);
@@ -270,6 +296,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     accs = reinterpret_cast<const Sum*>(&shared.vectors);  // whatever lies there: nothing comes of it
   } else if (producer) {
     if (cute::elect_one_sync()) feed.refill();
+    share.m_end = 0;
+  } else if (takes) {
+    if constexpr (Tile::kGathered) take_columns<Tile>(args, place, shared, ring, m0, thread - Tile::kTaker);
     share.m_end = 0;
   } else {
     consume_tile<Tile>(args, place, shared, ring, m0, n0, thread);

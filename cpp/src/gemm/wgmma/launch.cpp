@@ -30,7 +30,6 @@ namespace {
 
 constexpr int kAllTiles = static_cast<int>(sizeof(kTiles) / sizeof(kTiles[0]));
 constexpr int kSharedPerSm = 228 * 1024;  // compute capability 9.0; 1 KB of it goes to each block's system use
-constexpr int kMaxStages = 32;
 
 // [rows, k] in 8 bits with row stride ld, read in pieces of box_rows x 128 bytes.
 CUtensorMap operand_map(const int8_t* data, int64_t rows, int64_t k, int64_t ld, int box_rows) {
@@ -82,18 +81,16 @@ void describe_tokens(const GemmArgs& args, int of_tile, KernelArgs& kernel) {
 }
 
 // Where columns with outliers are, of a call that looks for them.
-void describe_columns(const GemmArgs& args, int of_tokens, int of_channels, OutlierKernelArgs& kernel) {
+void describe_columns(const GemmArgs& args, int of_tile, OutlierKernelArgs& kernel) {
   kernel.outliers = args.outliers;
   if (args.outliers.kind() != Outliers::kGathered) return;
   constexpr int64_t kRowBytes = 2 * kMostGathered;
-  const auto map = [&](const void* data, int64_t rows, int64_t box_rows) {
-    return operand_map(static_cast<const int8_t*>(data), rows, kRowBytes, kRowBytes, static_cast<int>(box_rows));
+  const auto map = [&](int64_t box_rows) {
+    const auto* const data = static_cast<const int8_t*>(args.outliers.x_gathered);
+    return operand_map(data, args.m, kRowBytes, kRowBytes, static_cast<int>(box_rows));
   };
-  const OutlierColumns& columns = args.outliers;
-  kernel.x_columns_map = map(columns.x_gathered, args.m, of_tokens);
-  kernel.w_columns_map = map(columns.w_gathered, args.n, of_channels);
-  if (args.m % of_tokens != 0) kernel.x_columns_rest_map = map(columns.x_gathered, args.m, args.m % of_tokens);
-  if (args.n % of_channels != 0) kernel.w_columns_rest_map = map(columns.w_gathered, args.n, args.n % of_channels);
+  kernel.x_columns_map = map(of_tile);
+  if (args.m % of_tile != 0) kernel.x_columns_rest_map = map(args.m % of_tile);
 }
 
 // One block a tile and slice of K.
@@ -105,10 +102,11 @@ void run_tiles(const KernelInfo& info, const TileShape& tile, int split, int blo
   OutlierKernelArgs kernel = common_args(args, chained);
   kernel.w_map = operand_map(args.w, args.n, args.k, args.ldw, channels);
   describe_tokens(args, tokens, kernel);
-  describe_columns(args, tokens, channels, kernel);
+  describe_columns(args, tokens, kernel);
   kernel.k_share = ceil_div(kernel.k_blocks, split);
   kernel.split = split;
-  const int columns = args.outliers.kind() == Outliers::kGathered ? kColumnBlocks : 0;
+  kernel.cluster = 1;
+  const int columns = args.outliers.kind() == Outliers::kGathered ? kMostGathered / kOutlierBlock : 0;
   const int budget = kSharedPerSm / blocks_per_sm - 1024 - info.fixed_bytes;
   kernel.stages = std::clamp(std::min(budget / info.stage_bytes, kernel.k_share + columns), 1, kMaxStages);
   const int shared = info.fixed_bytes + std::max(kernel.stages * info.stage_bytes, info.epilogue_bytes);
@@ -164,7 +162,7 @@ void run_persistent(const KernelInfo& info, const TileShape& tile, int cluster, 
   const auto rest = static_cast<int>(args.n % (tile.cols / cluster));
   if (rest != 0) kernel.w_rest_map = operand_map(args.w, args.n, args.k, args.ldw, rest);
   describe_tokens(args, tile.rows, kernel);
-  describe_columns(args, tile.rows, tile.cols / cluster, kernel);
+  describe_columns(args, tile.rows, kernel);
   kernel.cluster = cluster;
   kernel.tiles_m = ceil_div(args.m, tile.rows);
   kernel.tiles_n = ceil_div(args.n, tile.cols);

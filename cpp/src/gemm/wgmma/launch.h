@@ -10,6 +10,9 @@
 
 namespace octofuse::wgmma {
 
+constexpr int kBlockK = 128;    // bytes of K a stage: one row of TMA's widest swizzle
+constexpr int kMaxStages = 32;  // one lane of a warp prepares each
+
 struct KernelArgs {
   CUtensorMap w_map, x_map;            // whole tiles of the K-major operands
   CUtensorMap x_rest_map, w_rest_map;  // as many rows as the tile that reaches beyond the last one has; w: persistent
@@ -26,14 +29,12 @@ struct KernelArgs {
   BlockScales x_blocks, w_blocks;  // float8 alone
 };
 
-// What kernels are told that multiply columns with outliers, too: gathered ones come behind the last block of K, in
-// blocks of 128 bytes.
+// What kernels are told that multiply columns with outliers, too: x's come behind the last block of K, in blocks of 128
+// bytes.
 struct OutlierKernelArgs : KernelArgs {
-  CUtensorMap w_columns_map, x_columns_map;  // as w_map and x_map
-  CUtensorMap x_columns_rest_map, w_columns_rest_map;
+  CUtensorMap x_columns_map, x_columns_rest_map;  // as x_map
   OutlierColumns outliers;
 };
-constexpr int kColumnBlocks = kMostGathered / kOutlierBlock;  // at most
 
 constexpr int kUsual = 3 * kActivations + 2;
 constexpr int kUsualOutliers = 2;  // outputs in fp16 and bf16 without activation and residual

@@ -1,5 +1,7 @@
-// LLM.int8() of many tokens (fewer: digits.cuh): columns with an outlier follow as further blocks of K, in fp16 or
-// bf16. Sums of int8 become float and are multiplied by x's scales first, for which the epilogue then takes 1:
+// LLM.int8() of many tokens (fewer: digits.cuh): columns with an outlier are multiplied behind the last block of K, in
+// fp16 or bf16: x's follow in the ring, the weight's were taken out of it (columns.cuh), and those beyond are read
+// where they lie. Sums of int8 become float and are multiplied by x's scales first, for which the epilogue then takes
+// 1:
 //
 //   t = (float(acc) * x_scale + sum of the outliers' products) * w_scale + bias
 //
@@ -11,40 +13,16 @@
 
 namespace octofuse::wgmma {
 
-// Columns that come through the ring, and in how many blocks; others are read where they lie.
-__device__ inline int columns_in_blocks(const OutlierKernelArgs& args) {
-  return min(*args.outliers.count, kMostGathered);
-}
-
-__device__ inline int column_blocks(const OutlierKernelArgs& args) {
-  return (columns_in_blocks(args) + kOutlierBlock - 1) / kOutlierBlock;
-}
-
-// The scales of x that a thread's accumulators take, from row `first` of the warpgroup in the tile on.
+// A warpgroup's sums as float times x's scales, in the same registers. scales: from its first row on.
 template <bool kSwap, int kCols, int kRowBlocks>
-struct TokenScales {
-  static constexpr int kSize = kSwap ? kCols / 4 : 2 * kRowBlocks;
-  float values[kSize];
-
-  TokenScales() = default;
-  __device__ TokenScales(const OutlierKernelArgs& args, int m0, int first, int thread) {
-    const int row = first + thread / 32 * 16 + thread % 32 / 4;
+__device__ inline void scale_sums(const float* scales, int thread, uint32_t (&sums)[kRowBlocks * kCols / 2]) {
+  const int row = thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      const int token = kSwap ? i / 2 * 8 + thread % 4 * 2 + i % 2 : row + i / 2 * 64 + i % 2 * 8;
-      values[i] = scale_at(args.epilogue.x_scale, min(m0 + token, args.output.m - 1));
-    }
+  for (int i = 0; i < kRowBlocks * kCols / 2; ++i) {
+    const int token = kSwap ? i / 4 * 8 + thread % 4 * 2 + i % 2 : row + i / (kCols / 2) * 64 + i / 2 % 2 * 8;
+    sums[i] = __float_as_uint(__fmul_rn(__int2float_rn(static_cast<int32_t>(sums[i])), scales[token]));
   }
-
-  // Sums as float times these, in the same registers.
-  __device__ void scale(uint32_t (&sums)[kRowBlocks * kCols / 2]) const {
-#pragma unroll
-    for (int i = 0; i < kRowBlocks * kCols / 2; ++i) {
-      const float value = values[kSwap ? i / 4 * 2 + i % 2 : i / (kCols / 2) * 2 + i / 2 % 2];
-      sums[i] = __float_as_uint(__fmul_rn(__int2float_rn(static_cast<int32_t>(sums[i])), value));
-    }
-  }
-};
+}
 
 // finish_tile() for outputs in x's type.
 template <int kPitch, class Share, class Vectors>
@@ -69,54 +47,91 @@ __device__ inline void take_scales(const OutlierKernelArgs& args, Vectors& vecto
 
 // Four matrices of 8 rows by 16 bytes from shared memory, as mma's operands have them; lane i gives the address of row
 // i % 8 of matrix i / 8.
-__device__ inline uint4 load_matrices(uint32_t row) {
+__device__ inline uint4 load_matrices(const uint8_t* row) {
   uint4 v;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(row)
+               : "r"(shared_address(row))
                : "memory");
   return v;
 }
 
-// 16 bytes, eight columns, of a row of a tile in TMA's 128-byte swizzle.
-__device__ inline uint32_t swizzled(const uint8_t* tile, int row, int octet) {
-  return shared_address(tile) + static_cast<uint32_t>(row * 128 + (octet ^ row % 8) * 16);
+// 16 bytes, number `octet` of a token's 128, in TMA's swizzle.
+struct TokenOctets {
+  const uint8_t* block;
+  __device__ const uint8_t* operator()(int row, int octet) const { return block + row * 128 + (octet ^ row % 8) * 16; }
+};
+
+// A lane's columns 2 q, 2 q + 1 (x) and 8 further (y), q = lane % 4, of 16 of a channel: int8 to T.
+template <class T>
+__device__ inline uint2 widen_channel(const uint8_t* taken, int lane) {
+  const uint32_t above = *reinterpret_cast<const uint32_t*>(taken + lane % 4 * 4) ^ 0x80808080U;  // 128 more
+  const auto pair = [&](uint32_t selector) {
+    const uint32_t joined = __byte_perm(above, 0x64646464U, selector);  // to the mantissa of 1024
+    const __half2 exact = __hsub2(*reinterpret_cast<const __half2*>(&joined), __half2half2(__ushort_as_half(0x6480)));
+    if constexpr (std::is_same_v<T, __half>) return *reinterpret_cast<const uint32_t*>(&exact);
+    const float2 wide = __half22float2(exact);
+    const __nv_bfloat162 narrow = __floats2bfloat162_rn(wide.x, wide.y);
+    return *reinterpret_cast<const uint32_t*>(&narrow);
+  };
+  return make_uint2(pair(0x4140), pair(0x4342));
 }
 
-// The first `left` of a block's 64 columns: by mma.sync, since sums that were no accumulators before would have
-// wgmma's instructions wait for each other. rows: 64 a row block; this is the warpgroup's thread.
-template <class T, int kCols, int kRowBlocks>
-__device__ inline void multiply_block(const uint8_t* rows, const uint8_t* cols, int left, int thread,
-                                      uint32_t (&sums)[kRowBlocks * kCols / 2]) {
-  const int lane = thread % 32;
-#pragma unroll 1
-  for (int step = 0; step < 4 && step * 16 < left; ++step) {
-    uint4 a[kRowBlocks];
-#pragma unroll
-    for (int r = 0; r < kRowBlocks; ++r) {
-      a[r] = load_matrices(swizzled(rows, r * 64 + thread / 32 * 16 + lane % 16, step * 2 + lane / 16));
-    }
+// A warp's 16 rows by all cols of a tile times 16 columns with outliers, by mma.sync: sums that were no accumulators
+// before would have wgmma's instructions wait for each other. tokens: x's columns in the ring, from this warpgroup's
+// first token on; taken: those of the channels in columns.cuh's order, from its first channel on; row: the warp's
+// first, of 64.
+template <class T, class Tile>
+__device__ inline void multiply_step(const TokenOctets& tokens, int step, const uint8_t* taken, int row, int lane,
+                                     uint32_t (&sums)[Tile::kRowBlocks * Tile::kCols / 2]) {
+  constexpr int kCols = Tile::kCols;
+  const auto of_channel = [&](int channel) { return widen_channel<T>(taken + (channel + lane / 4) * 16, lane); };
+  const auto multiply = [&](const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int first) {
+    mma_half<T>(a, b0, b1, reinterpret_cast<float (&)[4]>(sums[first]));
+  };
+  if constexpr (Tile::kSwap) {
+    static_assert(Tile::kRowBlocks == 1);
+    const uint2 low = of_channel(row), high = of_channel(row + 8);
+    const uint32_t a[4] = {low.x, high.x, low.y, high.y};
 #pragma unroll
     for (int col = 0; col < kCols; col += 16) {
-      const uint4 b = load_matrices(swizzled(cols, col + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
+      const uint4 b = load_matrices(tokens(col + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
+      multiply(a, b.x, b.y, col / 2);
+      multiply(a, b.z, b.w, col / 2 + 4);
+    }
+  } else {
+    uint4 a[Tile::kRowBlocks];
 #pragma unroll
-      for (int r = 0; r < kRowBlocks; ++r) {
-        const uint32_t of_rows[4] = {a[r].x, a[r].y, a[r].z, a[r].w};
-        auto* const first = reinterpret_cast<float*>(&sums[r * (kCols / 2) + col / 2]);
-        mma_half<T>(of_rows, b.x, b.y, reinterpret_cast<float (&)[4]>(first[0]));
-        mma_half<T>(of_rows, b.z, b.w, reinterpret_cast<float (&)[4]>(first[4]));
+    for (int r = 0; r < Tile::kRowBlocks; ++r) {
+      a[r] = load_matrices(tokens(r * 64 + row + lane % 16, step * 2 + lane / 16));
+    }
+#pragma unroll
+    for (int col = 0; col < kCols; col += 8) {
+      const uint2 b = of_channel(col);
+#pragma unroll
+      for (int r = 0; r < Tile::kRowBlocks; ++r) {
+        multiply({a[r].x, a[r].y, a[r].z, a[r].w}, b.x, b.y, r * (kCols / 2) + col / 2);
       }
     }
   }
 }
 
-template <int kCols, int kRowBlocks>
-__device__ inline void multiply_block(DType type, const uint8_t* rows, const uint8_t* cols, int left, int thread,
-                                      uint32_t (&sums)[kRowBlocks * kCols / 2]) {
-  if (type == DType::kFloat16) {
-    multiply_block<__half, kCols, kRowBlocks>(rows, cols, left, thread, sums);
-  } else {
-    multiply_block<__nv_bfloat16, kCols, kRowBlocks>(rows, cols, left, thread, sums);
+// Of all columns that were taken, the block-th kOutlierBlock of them. channel: this warpgroup's first one of the tile.
+template <class Tile>
+__device__ inline void multiply_block(DType type, const uint8_t* tokens, const uint8_t* taken, int block, int count,
+                                      int channel, int thread, uint32_t (&sums)[Tile::kRowBlocks * Tile::kCols / 2]) {
+  const int left = count - block * kOutlierBlock;
+  const int row = thread / 32 * 16;
+#pragma unroll 1
+  for (int step = 0; step * 16 < min(left, kOutlierBlock); ++step) {
+    const uint8_t* const of_step =
+        taken +
+        Tile::Columns::offset(static_cast<uint32_t>(block * kOutlierBlock + step * 16), static_cast<uint32_t>(channel));
+    if (type == DType::kFloat16) {
+      multiply_step<__half, Tile>({tokens}, step, of_step, row, thread % 32, sums);
+    } else {
+      multiply_step<__nv_bfloat16, Tile>({tokens}, step, of_step, row, thread % 32, sums);
+    }
   }
 }
 
@@ -129,9 +144,9 @@ __device__ inline void multiply_rest(const OutlierKernelArgs& args, int first, i
     using T = decltype(type);
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r) {
-      multiply_columns<T, kSwap, 1>(args.outliers, first, count, args.output.m, args.output.n,
-                                    row + r * 64 + thread / 32 * 16, col, thread % 32,
-                                    reinterpret_cast<float (&)[kCols / 2]>(sums[r * (kCols / 2)]));
+      multiply_columns<T, kSwap>(args.outliers, first, count, args.output.m, args.output.n,
+                                 row + r * 64 + thread / 32 * 16, col, thread % 32,
+                                 reinterpret_cast<float (&)[kCols / 2]>(sums[r * (kCols / 2)]));
     }
   };
   if (args.outliers.type == DType::kFloat16) {
@@ -141,19 +156,14 @@ __device__ inline void multiply_rest(const OutlierKernelArgs& args, int first, i
   }
 }
 
-// The columns with outliers of a tile from (m0, n0) on. What is read of them first is asked for before the product of
-// int8, unless it took too many registers.
+// The columns with outliers of a tile from (m0, n0) on, by a kernel that computes one.
 template <class Tile>
 class TileOutliers {
-  using Scales = TokenScales<Tile::kSwap, Tile::kCols, 1>;
-  static constexpr bool kEarly = Scales::kSize <= 8;
   const OutlierKernelArgs& args_;
   int m0_, n0_, warpgroup_, thread_;
-  Scales scales_;
+  ColumnCount count_;
 
  public:
-  int count;
-
   // Behind the wait for earlier kernels.
   __device__ TileOutliers(const OutlierKernelArgs& args, int m0, int n0, int thread)
       : args_(args),
@@ -161,28 +171,28 @@ class TileOutliers {
         n0_(n0),
         warpgroup_(warpgroup_of(thread)),
         thread_(thread % 128),
-        count(*args.outliers.count) {
-    if constexpr (kEarly) scales_ = Scales(args, m0, 64 * warpgroup_, thread_);
-  }
+        count_(args, Tile::Columns::kTaken) {}
+
+  __device__ int count() const { return count_.all; }
 
   // Behind multiply(). d: float afterwards if there are some.
   __device__ void multiply(const Place& place, typename Tile::Shared& shared, const uint8_t* ring,
                            uint32_t (&d)[Tile::kCols / 2]) {
-    if (count == 0) return;
-    if constexpr (!kEarly) scales_ = Scales(args_, m0_, 64 * warpgroup_, thread_);
-    scales_.scale(d);
+    if (count_.all == 0) return;
     int stage = place.k_count % args_.stages;
     uint32_t phase = static_cast<uint32_t>(place.k_count / args_.stages) & 1;
     int last = stage == 0 ? args_.stages - 1 : stage - 1;
-    const int in_blocks = min(count, kMostGathered);
-    for (int left = in_blocks; left > 0; left -= kOutlierBlock) {
+    shared.columns.wait_full(0);
+    scale_sums<Tile::kSwap, Tile::kCols, 1>(shared.columns.scales + (Tile::kSwap ? 0 : 64 * warpgroup_), thread_, d);
+    for (int block = 0; block < count_.blocks; ++block) {
       __syncwarp();
       cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(1 + warpgroup_));  // all have read the last stage
       if (thread_ == 0) shared.empty[last].arrive();
       shared.full[stage].wait(phase);
-      const uint8_t* const block = ring + stage * Tile::kStageBytes;
-      multiply_block<Tile::kCols, 1>(args_.outliers.type, block + warpgroup_ * 64 * kBlockK, block + Tile::kBytesA,
-                                     left, thread_, d);
+      const uint8_t* const tokens =
+          ring + stage * Tile::kStageBytes + (Tile::kSwap ? Tile::kBytesA : warpgroup_ * 64 * kBlockK);
+      multiply_block<Tile>(args_.outliers.type, tokens, shared.columns.taken, block, count_.taken,
+                           Tile::kSwap ? 64 * warpgroup_ : 0, thread_, d);
       last = stage;
       if (++stage == args_.stages) {
         stage = 0;
@@ -190,7 +200,8 @@ class TileOutliers {
       }
     }
     const int row = (Tile::kSwap ? n0_ : m0_) + 64 * warpgroup_;
-    multiply_rest<Tile::kSwap, Tile::kCols, 1>(args_, in_blocks, count, row, Tile::kSwap ? m0_ : n0_, thread_, d);
+    multiply_rest<Tile::kSwap, Tile::kCols, 1>(args_, count_.taken, count_.all, row, Tile::kSwap ? m0_ : n0_, thread_,
+                                               d);
   }
 };
 

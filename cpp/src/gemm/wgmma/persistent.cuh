@@ -83,11 +83,11 @@ struct TileReads {
     bytes = static_cast<uint32_t>((tokens.count + channels) * kBlockK);
   }
 
-  // The same rows of the columns that are gathered.
+  // The same rows of the columns of x that are gathered.
   __device__ TileReads of_columns(const OutlierKernelArgs& args) const {
     TileReads columns = *this;
     columns.tokens.map = tokens.map == &args.x_map ? &args.x_columns_map : &args.x_columns_rest_map;
-    columns.weights.map = weights.map == &args.w_map ? &args.w_columns_map : &args.w_columns_rest_map;
+    columns.bytes = static_cast<uint32_t>(tokens.count * kBlockK);
     return columns;
   }
 };
@@ -140,11 +140,11 @@ __device__ void produce_tiles(const typename Tile::Args& args, typename Tile::Sh
     }
     if constexpr (Tile::kGathered) {
       const Reads columns = reads.of_columns(args);
-      const int end = column_blocks(args) * kBlockK;
+      const int end = ColumnCount(args, Tile::Columns::kTaken).blocks * kBlockK;
 #pragma unroll 1
       for (int k = 0; k < end; k += kBlockK) {
         shared.empty[at.stage].wait(at.phase ^ 1);
-        load_weights(columns, k, at.stage);
+        shared.full[at.stage].arrive_and_expect_tx(columns.bytes);
         load_tokens(columns, k, at.stage);
         at.next();
       }

@@ -6,6 +6,7 @@
 //                      blocks of a cluster work on tiles with the same channels and share the weights (multicast)
 //   a vector warp      reads the scales and the bias of the tiles to come
 //   two warpgroups     multiply every second tile each and finish it piece by piece (epilogue/fragment.cuh)
+//   one warp more      takes columns of weights out of the ring where x has outliers (LLM.int8(), columns.cuh)
 //
 // Rows are tokens, cols are output channels.
 #pragma once
@@ -30,9 +31,12 @@ struct PingpongTile {
   static constexpr int kRowBlocks = kRowBlocks_;  // of 64 rows
   static constexpr int kRows = 64 * kRowBlocks;
   static constexpr int kCols = kCols_;
+  static constexpr int kChannels = kCols;
+  static constexpr bool kSwap = false;
   static constexpr int kTurns = 2;  // consumer warpgroups
   static constexpr int kProducer = 128 * kTurns;
   static constexpr int kVectors = kProducer + 32;
+  static constexpr int kTaker = kProducer + 64;
   static constexpr int kThreads = kProducer + 128;  // a whole warpgroup, since registers move between warpgroups
   static constexpr int kConsumerRegisters = 232;
   static constexpr int kOtherRegisters = 40;
@@ -42,6 +46,9 @@ struct PingpongTile {
   static constexpr int kPieceCols = piece_cols(kCols);
   static constexpr int kPieces = kCols / kPieceCols;  // of 64 rows
   using Piece = octofuse::Piece<kPieceCols>;
+  struct NoColumns {};
+  // With more columns than these, tiles of 128 x 128 would have a stage less.
+  using Columns = std::conditional_t<kGathered, octofuse::wgmma::Columns<kRows, kCols, 96>, NoColumns>;
   struct Shared {
     FullBarrier full[kMaxStages];
     EmptyBarrier empty[kMaxStages];
@@ -49,6 +56,7 @@ struct PingpongTile {
     EmptyBarrier vectors_full[kTurns];
     EmptyBarrier vectors_empty[kTurns];
     TileVectors<kRows, kCols> vectors[kTurns];
+    Columns columns;
   };
   static constexpr int kFixedBytes = (static_cast<int>(sizeof(Shared)) + 1023) / 1024 * 1024;
   static constexpr int kStagingBytes = kTurns * 2 * Piece::kStagingBytes;
@@ -111,7 +119,7 @@ __device__ void multiply_tile(const KernelArgs& args, typename Tile::Shared& sha
     at.next();
   }
   if constexpr (Tile::kGathered && !kShared) {  // the other warpgroup may begin before they are multiplied
-    static_assert(Tile::kStages > kColumnBlocks);
+    static_assert(Tile::kStages > (Tile::Columns::kTaken + kOutlierBlock - 1) / kOutlierBlock);
     for (; columns > 0; --columns, at.next()) shared.full[at.stage].wait(at.phase);
   }
   if (!kShared && thread == 0) shared.turn_over[warpgroup].arrive();
@@ -170,57 +178,71 @@ __device__ void finish_pieces(const typename Tile::Args& args, const TileWalk& t
   cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(warpgroup));  // the staging may change
 }
 
-// Behind multiply_tile(), from the same position of the ring: the columns with outliers. d: float afterwards if there
-// are some.
+// Behind multiply_tile(), from the same position of the ring: the columns with outliers of the number-th tile of this
+// block. d: float afterwards if there are some.
 template <class Tile>
 __device__ void multiply_outliers(const OutlierKernelArgs& args, typename Tile::Shared& shared, const uint8_t* ring,
-                                  Ring<Tile::kStages> at, const TileWalk& tile, int warpgroup, int thread,
-                                  uint32_t (&d)[Tile::kSize]) {
+                                  Ring<Tile::kStages> at, const ColumnCount& count, const TileWalk& tile, int number,
+                                  int warpgroup, int thread, uint32_t (&d)[Tile::kSize]) {
   constexpr int kFirst = Tile::kForm == Form::kCooperative ? 64 : 0;  // rows of a warpgroup
-  const int count = *args.outliers.count;
-  if (count == 0) return;
+  if (count.all == 0) return;
   at.advance(args.k_blocks);
   const int m0 = tile.tile_m * Tile::kRows;
-  TokenScales<false, Tile::kCols, Tile::kRowBlocks>(args, m0, kFirst * warpgroup, thread).scale(d);
-  const int in_blocks = columns_in_blocks(args);
-  for (int left = in_blocks; left > 0; left -= kOutlierBlock, at.next()) {
+  shared.columns.wait_full(number);
+  scale_sums<false, Tile::kCols, Tile::kRowBlocks>(shared.columns.scales + kFirst * warpgroup, thread, d);
+  for (int block = 0; block < count.blocks; ++block, at.next()) {
     shared.full[at.stage].wait(at.phase);
-    const uint8_t* const stage = ring + at.stage * Tile::kStageBytes;
-    multiply_block<Tile::kCols, Tile::kRowBlocks>(args.outliers.type, stage + kFirst * warpgroup * kBlockK,
-                                                  stage + Tile::kBytesA, left, thread, d);
+    const uint8_t* const tokens = ring + at.stage * Tile::kStageBytes + kFirst * warpgroup * kBlockK;
+    multiply_block<Tile>(args.outliers.type, tokens, shared.columns.taken, block, count.taken, 0, thread, d);
     __syncwarp();
     cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(warpgroup));  // all have read it
     if (thread < args.cluster) shared.empty[at.stage].arrive(static_cast<uint32_t>(thread));
   }
-  multiply_rest<false, Tile::kCols, Tile::kRowBlocks>(args, in_blocks, count, m0 + kFirst * warpgroup,
+  if (thread % 32 == 0) shared.columns.empty.arrive();
+  multiply_rest<false, Tile::kCols, Tile::kRowBlocks>(args, count.taken, count.all, m0 + kFirst * warpgroup,
                                                       tile.tile_n * Tile::kCols, thread, d);
 }
 
-// Blocks of columns with outliers; may be asked for once earlier kernels have finished.
+// May be asked for once earlier kernels have finished.
 template <class Tile>
-__device__ int find_column_blocks(const typename Tile::Args& args) {
-  if constexpr (!Tile::kGathered) return 0;
+__device__ ColumnCount find_columns(const typename Tile::Args& args) {
+  if constexpr (!Tile::kGathered) return {};
   if constexpr (Tile::kGathered) {
     wait_for_predecessors();
-    return column_blocks(args);
+    return ColumnCount(args, Tile::Columns::kTaken);
   }
+}
+
+// Takes columns of weights out of the ring, tile after tile.
+template <class Tile>
+__device__ void take_columns(const typename Tile::Args& args, typename Tile::Shared& shared, const uint8_t* ring,
+                             int lane) {
+  wait_for_predecessors();
+  ColumnTaker<Tile> taker(args, shared, ring + Tile::kBytesA, lane);
+  Ring<Tile::kStages> at;
+  int number = 0;
+  for (TileWalk tile(args, 0, 1); tile.valid(); tile.next())
+    taker.take(at, args.k_blocks, number++, tile.tile_m * Tile::kRows);
 }
 
 template <class Tile, class Epilogue>
 __device__ void consume_tiles(const typename Tile::Args& args, typename Tile::Shared& shared, const uint8_t* ring,
                               uint8_t* staging, int turn, int thread) {
-  const int columns = find_column_blocks<Tile>(args);
+  const ColumnCount columns = find_columns<Tile>(args);
   Ring<Tile::kStages> at;
-  at.advance(turn * (args.k_blocks + columns));
+  at.advance(turn * (args.k_blocks + columns.blocks));
   uint32_t phase = 0;
-  for (TileWalk tile(args, turn, Tile::kTurns); tile.valid(); tile.next()) {
+  int number = turn;
+  for (TileWalk tile(args, turn, Tile::kTurns); tile.valid(); tile.next(), number += Tile::kTurns) {
     // A barrier's phase tells two neighbouring uses of a stage apart, no more: so the other warpgroup, whose stages
     // come before these, has to have seen all of them. The first tile of all waits for nobody.
     shared.turn_over[1 - turn].wait(turn == 0 ? phase ^ 1 : phase);
     typename Tile::Register d[Tile::kSize];
-    multiply_tile<Tile>(args, shared, ring, at, columns, turn, thread, d);
-    if constexpr (Tile::kGathered) multiply_outliers<Tile>(args, shared, ring, at, tile, turn, thread, d);
-    at.advance(Tile::kTurns * (args.k_blocks + columns));
+    multiply_tile<Tile>(args, shared, ring, at, columns.blocks, turn, thread, d);
+    if constexpr (Tile::kGathered) {
+      multiply_outliers<Tile>(args, shared, ring, at, columns, tile, number, turn, thread, d);
+    }
+    at.advance(Tile::kTurns * (args.k_blocks + columns.blocks));
     shared.vectors_full[turn].wait(phase);
     phase ^= 1;
     finish_pieces<Tile, Epilogue>(args, tile, shared.vectors[turn], staging, turn, 0, thread, d);
@@ -235,6 +257,10 @@ __device__ void init_barriers(const KernelArgs& args, typename Tile::Shared& sha
                               uint32_t read) {
   cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.w_map));
   cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.x_map));
+  if constexpr (Tile::kGathered) {
+    shared.columns.init(Tile::kForm == Form::kPingpong ? 4 : 8);
+    freed += static_cast<uint32_t>(args.cluster);
+  }
   for (int stage = 0; stage < Tile::kStages; ++stage) {
     shared.full[stage].init(filled);
     shared.empty[stage].init(freed);
@@ -272,6 +298,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_pingpong(const __grid_
                         : produce_tiles<Tile, true>(args, shared, ring);
     }
     if (thread / 32 == Tile::kVectors / 32) read_vectors<Tile>(args, shared, thread % 32);
+    if constexpr (Tile::kGathered) {
+      if (thread / 32 == Tile::kTaker / 32) take_columns<Tile>(args, shared, ring, thread - Tile::kTaker);
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();
     const int turn = warpgroup_of(thread);

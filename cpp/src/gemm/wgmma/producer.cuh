@@ -39,10 +39,10 @@ struct Producer {
                                  ring + stage * Tile::kStageBytes + offset, block * kBlockK, row);
   }
   __device__ void load_weights(int i, int stage) {
-    shared.full[stage].arrive_and_expect_tx(bytes);
-    if constexpr (Tile::kGathered) {
-      if (i >= place.k_count) return load(args.w_columns_map, i - place.k_count, stage, kWeightOffset, n0);
+    if (Tile::kGathered && i >= place.k_count) {
+      return shared.full[stage].arrive_and_expect_tx(bytes - Tile::kChannels * kBlockK);
     }
+    shared.full[stage].arrive_and_expect_tx(bytes);
     load(args.w_map, place.k_begin + i, stage, kWeightOffset, n0);
   }
   __device__ void load_tokens(int i, int stage) {
@@ -55,7 +55,7 @@ struct Producer {
   }
   // Behind the wait for earlier kernels.
   __device__ int blocks() const {
-    if constexpr (Tile::kGathered) return place.k_count + column_blocks(args);
+    if constexpr (Tile::kGathered) return place.k_count + ColumnCount(args, Tile::Columns::kTaken).blocks;
     return place.k_count;
   }
 

@@ -11,9 +11,6 @@
 
 namespace octofuse::wgmma {
 
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using EmptyBarrier = cutlass::arch::ClusterBarrier;
-
 // Whether every 128 columns' sums are added to others in fp32.
 constexpr bool promotes(Arithmetic arithmetic) {
   return arithmetic == Arithmetic::kFloat8 || arithmetic == Arithmetic::kE5M2;

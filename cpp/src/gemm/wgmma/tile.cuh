@@ -3,14 +3,12 @@
 
 #include "device/wgmma.cuh"
 #include "epilogue/tile.cuh"
+#include "gemm/wgmma/columns.cuh"
 #include "gemm/wgmma/digits.cuh"
 #include "gemm/wgmma/launch.h"
 #include "gemm/wgmma/promoted.cuh"
 
 namespace octofuse::wgmma {
-
-constexpr int kBlockK = 128;    // bytes of K a stage: one row of TMA's widest swizzle
-constexpr int kMaxStages = 32;  // one lane of a warp prepares each
 
 template <Arithmetic kArithmetic, bool kSwap>
 using InstructionOf = std::conditional_t<kArithmetic == Arithmetic::kInt8, S32S8S8,
@@ -27,6 +25,7 @@ struct Tile {
   using Register = typename SumsOf<Instruction>::Register;
   using Sum = std::conditional_t<kGathered, float, typename SumsOf<Instruction>::Sum>;
   static constexpr int kWarpgroups = kWarpgroups_;
+  static constexpr int kRowBlocks = 1;  // of a warpgroup
   static constexpr int kRows = 64 * kWarpgroups;
   static constexpr int kCols = kCols_;
   static constexpr bool kSwap = kSwap_;  // rows are output channels, cols are tokens
@@ -37,13 +36,18 @@ struct Tile {
   static constexpr int kConsumers = 128 * kWarpgroups;
   static constexpr int kProducer = kConsumers;      // its first thread
   static constexpr int kVectors = kConsumers + 32;  // the vector warp's first thread
-  static constexpr int kThreads = kConsumers + 64;
+  static constexpr int kTaker = kConsumers + 64;    // the first thread of the warp that takes columns with outliers
+  static constexpr int kThreads = kTaker + (kGathered ? 32 : 0);
   static constexpr int kBlocksPerSm = kDigits && kSwap && kCols <= 32 ? 3 : 1;  // registers must allow them
   static constexpr int kBytesA = kRows * kBlockK;
   static constexpr int kStageBytes = (kRows + kCols) * kBlockK;
   static_assert(!promotes(kArithmetic) || kScaleBlock % kChannels == 0, "channels must lie in one block");
   struct NoFactors {};
   using Factors = std::conditional_t<promotes(kArithmetic), FactorRing<kTokens, kConsumers>, NoFactors>;
+  struct NoColumns {};
+  using Columns =
+      std::conditional_t<kGathered, octofuse::wgmma::Columns<kTokens, kChannels, kChannels <= 128 ? 128 : 96>,
+                         NoColumns>;
   struct NoDigits {};
   using Digits = std::conditional_t<kDigits, DigitFactors<kTokens>, NoDigits>;
   struct Shared {
@@ -51,6 +55,7 @@ struct Tile {
     EmptyBarrier empty[kMaxStages];
     Factors factors;
     Digits digits;
+    Columns columns;
     TileVectors<kTokens, kChannels> vectors;
   };
   static constexpr int kFixedBytes = (static_cast<int>(sizeof(Shared)) + 1023) / 1024 * 1024;
