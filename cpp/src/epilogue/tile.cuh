@@ -10,14 +10,15 @@
 namespace octofuse {
 
 // The vectors of a tile, widened to 32 bits and neutral where absent: bias -0 (adding it changes no value, not even the
-// sign of a zero), zero point and sum 0.
-template <int kTokens, int kChannels>
+// sign of a zero), zero point and sum 0. kZeros: there are zero points.
+template <int kTokens, int kChannels, bool kZeros_ = true>
 struct TileVectors {
+  static constexpr bool kZeros = kZeros_;
   alignas(16) float w_scale[kChannels];
   alignas(16) float bias[kChannels];
-  alignas(16) int32_t minus_w_sum[kChannels];
+  alignas(16) int32_t minus_w_sum[kZeros ? kChannels : 1];
   alignas(16) float x_scale[kTokens];
-  alignas(16) int32_t x_zero[kTokens];
+  alignas(16) int32_t x_zero[kZeros ? kTokens : 1];
   float out_inverse;  // 1 / out_scale of an output in 8 bits
 };
 
@@ -77,15 +78,17 @@ struct PendingVectors {
     }
   }
 
+  template <class Vectors>
   __device__ void store(const EpilogueArgs& e, const TileOutput& output, int m0, int n0, int thread,
-                        TileVectors<kTokens, kChannels>& vectors) const {
+                        Vectors& vectors) const {
     store_channels(e, output, n0, thread, vectors);
     store_tokens(e, output, m0, thread, vectors);
   }
 
+  template <class Vectors>
   __device__ void store_channels(const EpilogueArgs& e, const TileOutput& output, int n0, int thread,
-                                 TileVectors<kTokens, kChannels>& vectors) const {
-    for (int i = thread; i < kChannels; i += kThreads) {
+                                 Vectors& vectors) const {
+    for (int i = thread; Vectors::kZeros && i < kChannels; i += kThreads) {
       vectors.minus_w_sum[i] = e.w_sum != nullptr ? -e.w_sum[min(n0 + i, output.n - 1)] : 0;
     }
 #pragma unroll
@@ -97,9 +100,10 @@ struct PendingVectors {
     }
   }
 
+  template <class Vectors>
   __device__ void store_tokens(const EpilogueArgs& e, const TileOutput& output, int m0, int thread,
-                               TileVectors<kTokens, kChannels>& vectors) const {
-    for (int i = thread; i < kTokens; i += kThreads) {
+                               Vectors& vectors) const {
+    for (int i = thread; Vectors::kZeros && i < kTokens; i += kThreads) {
       vectors.x_zero[i] = e.w_sum != nullptr ? zero_at(e.x_zero, min(m0 + i, output.m - 1)) : 0;
     }
 #pragma unroll
@@ -111,9 +115,9 @@ struct PendingVectors {
   }
 };
 
-template <int kThreads, int kTokens, int kChannels>
+template <int kThreads, int kTokens, int kChannels, bool kZeros>
 __device__ void load_vectors(const EpilogueArgs& e, const TileOutput& output, int m0, int n0, bool constant_weight,
-                             int thread, TileVectors<kTokens, kChannels>& vectors) {
+                             int thread, TileVectors<kTokens, kChannels, kZeros>& vectors) {
   PendingVectors<kThreads, kTokens, kChannels> pending;
   pending.load(e, output, m0, n0, constant_weight, thread);
   pending.store(e, output, m0, n0, thread, vectors);

@@ -89,9 +89,10 @@ struct DigitRow {
     if (columns != 0) {
 #pragma unroll
       for (int j = 0; j < kPack; ++j) {
-        if ((columns >> j & 1U) != 0) numbers[j] = fixed.of(to_float(pack.values[j]));
+        if ((columns >> j & 1U) == 0) continue;
+        numbers[j] = fixed.of(to_float(pack.values[j]));
+        pack.values[j] = rows::from_float<T>(0.0F);
       }
-      remove(pack, columns);
     }
     store_pack<T, kWide>(pack, inverse, q, index, k);
 #pragma unroll
@@ -110,8 +111,7 @@ __global__ void __launch_bounds__(kRowThreads) digits_row_kernel(const __grid_co
   const int k = static_cast<int>(args.of.k);
   const int packs = (k + kPack - 1) / kPack;
   const auto load = [&](int index) { return load_pack<T, kWide>(static_cast<const T*>(args.of.x), index, k); };
-  float below = 0.0F;
-  float most = 0.0F;
+  Magnitudes<T> magnitudes(args.of.threshold);
   bool any = false;
   wait_for_predecessors();
 #pragma unroll 1
@@ -123,12 +123,12 @@ __global__ void __launch_bounds__(kRowThreads) digits_row_kernel(const __grid_co
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (first + i * kRowThreads < packs) any |= measure(ahead[i], args.of.threshold, below, most) != 0;
+      if (first + i * kRowThreads < packs) any |= magnitudes.take(ahead[i]).any();
     }
   }
   launch_dependents();  // not before: its reads would wait for the next kernel's weights
-  const float warp_below = warp_max(__float_as_uint(below));
-  const float warp_most = warp_max(__float_as_uint(most));
+  const float warp_below = warp_max(__float_as_uint(magnitudes.below.value()));
+  const float warp_most = warp_max(__float_as_uint(magnitudes.most.value()));
   if (thread % 32 == 0) {
     below_of_warp[thread / 32] = __float_as_uint(warp_below);
     most_of_warp[thread / 32] = __float_as_uint(warp_most);
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kRowThreads) digits_row_kernel(const __grid_co
   if (index == packs) columns[index] = 0;  // they are read in pairs: an odd number of them leaves a thread free
   if (index >= packs) return;
   const Pack<T> pack = load(index);
-  const uint32_t outliers = measure(pack, args.of.threshold, below, most);
+  const uint32_t outliers = magnitudes.take(pack).bits();
   columns[index] = static_cast<uint8_t>(outliers);
   out.write(pack, outliers, index);
 }

@@ -77,12 +77,16 @@ class Gather {
     Held held(thread_ % kRowThreads, static_cast<int>(of_.k));
     float scale = 0.0F;
     int64_t row = first_ + thread_ / kRowThreads;
-    for (int turn = 0; row < end_; row += kRowsAtOnce, turn ^= 1) {
+    if (row < end_) held.fill(row_of(row));
+    grid.barrier_wait(std::move(cleared));  // meanwhile the first rows come
+    for (int turn = 0; row < end_; turn ^= 1) {
       scale = measure_row(held, row, turn);
       if (row + kRowsAtOnce >= end_) break;  // it is quantised below, while the other blocks' marks come
       quantise(held, row, scale);
+      row += kRowsAtOnce;
+      held.fill(row_of(row));
     }
-    grid.barrier_wait(std::move(cleared));
+    __syncthreads();
     for (int word = thread_; word < args_.words; word += kThreads) {
       if (memory_.mask[word] != 0) atomicOr(args_.mask + word, memory_.mask[word]);
     }
@@ -96,22 +100,18 @@ class Gather {
  private:
   __device__ const T* row_of(int64_t row) const { return static_cast<const T*>(of_.x) + row * of_.ldx; }
 
-  // The row to `held`, without its outliers, which go to the block's mask; returns its scale.
+  // The held row's outliers to the block's mask, zeros in their place; returns its scale.
   __device__ float measure_row(Held& held, int64_t row, int turn) {
-    held.fill(row_of(row));
-    float below = 0.0F;
-    float most = 0.0F;
+    Magnitudes<T> magnitudes(of_.threshold);
     held.for_each([&](Pack<T>& pack, int index) {
-      const uint32_t outliers = measure(pack, of_.threshold, below, most);
-      if (outliers != 0) {
-        mark_pack(outliers, index, memory_.mask);
-        remove(pack, outliers);
-      }
+      const PackOutliers<T> outliers = magnitudes.take(pack);
+      if (outliers.any()) mark_pack(outliers.bits(), index, memory_.mask);
+      outliers.remove_from(pack);
       // One pack after the other, and nothing is widened ahead for quantise(): that would take too many registers.
       auto& words = reinterpret_cast<uint4&>(pack);
       asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
     });
-    const uint32_t bits = __reduce_max_sync(kFullWarp, __float_as_uint(below));
+    const uint32_t bits = __reduce_max_sync(kFullWarp, __float_as_uint(magnitudes.below.value()));
     uint32_t* const of_warp = memory_.of_warp[turn];
     const int group = thread_ / kRowThreads;
     if (thread_ % 32 == 0) of_warp[thread_ / 32] = bits;
@@ -127,11 +127,7 @@ class Gather {
     const int k = static_cast<int>(of_.k);
     const float inverse = reciprocal(scale);
     held.for_each([&](Pack<T>& pack, int index) {
-      if constexpr (kPacks == 0) {  // read again
-        float below = 0.0F;
-        float most = 0.0F;
-        remove(pack, measure(pack, of_.threshold, below, most));
-      }
+      if constexpr (kPacks == 0) Magnitudes<T>(of_.threshold).take(pack).remove_from(pack);  // it was read again
       store_pack<T, kWide>(pack, inverse, of_.q + row * k, index, k);
     });
   }

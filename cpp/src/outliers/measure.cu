@@ -35,12 +35,14 @@ __global__ void __launch_bounds__(kMeasureThreads) measure_kernel(const __grid_c
     for (int i = 0; i < kAhead; ++i) {
       const int64_t at = row + i * kWarps;
       if (at >= end) break;
-      float below = 0.0F;
-      float most = 0.0F;
-      if (inside) mark_pack(measure(packs[i], args.of.threshold, below, most), pack % 32, mask);
-      const uint32_t largest_below = __reduce_max_sync(kFullWarp, __float_as_uint(below));
+      Magnitudes<T> magnitudes(args.of.threshold);
+      if (inside) {
+        const PackOutliers<T> outliers = magnitudes.take(packs[i]);
+        if (outliers.any()) mark_pack(outliers.bits(), pack % 32, mask);
+      }
+      const uint32_t largest_below = __reduce_max_sync(kFullWarp, __float_as_uint(magnitudes.below.value()));
       if (thread % 32 == 0) args.below[blockIdx.x * args.of.m + at] = largest_below;
-      const uint32_t largest = __reduce_max_sync(kFullWarp, __float_as_uint(most));
+      const uint32_t largest = __reduce_max_sync(kFullWarp, __float_as_uint(magnitudes.most.value()));
       if (thread % 32 == 0) args.most[blockIdx.x * args.of.m + at] = largest;
     }
   }

@@ -29,28 +29,53 @@ __device__ inline Pack<T> load_pack(const T* row, int index, int k) {
   }
 }
 
-// A bit for each outlier of a pack, and the largest magnitude of the others to `below`, of all to `most`. Most packs
-// have none, and are done at once.
+// Which elements of a pack are outliers: all bits of theirs.
 template <class T>
-__device__ inline uint32_t measure(const Pack<T>& pack, float threshold, float& below, float& most) {
-  const auto take = [](float value, float& largest) { asm("max.NaN.f32 %0, %0, %1;" : "+f"(largest) : "f"(value)); };
-  rows::Largest<T> of_pack;
-  of_pack.take(pack);
-  take(of_pack.value(), most);
-  if (of_pack.value() < threshold) {
-    take(of_pack.value(), below);
-    return 0;
-  }
-  uint32_t outliers = 0;
+struct PackOutliers {
+  uint32_t pairs[kPack / 2];
+
+  __device__ bool any() const { return (pairs[0] | pairs[1] | pairs[2] | pairs[3]) != 0; }
+
+  // A bit for each element.
+  __device__ uint32_t bits() const {
+    uint32_t found = 0;
 #pragma unroll
-  for (int j = 0; j < kPack; ++j) {
-    const float value = fabsf(to_float(pack.values[j]));
-    const bool is_outlier = value >= threshold;
-    outliers |= (is_outlier ? 1U : 0U) << j;
-    take(is_outlier ? 0.0F : value, below);
+    for (int j = 0; j < kPack / 2; ++j) found |= pairs[j] & 0x00010001U << 2 * j;
+    return (found | found >> 15) & 0xFFU;
   }
-  return outliers;
-}
+
+  // Zeros in their place.
+  __device__ void remove_from(Pack<T>& pack) const {
+#pragma unroll
+    for (int j = 0; j < kPack / 2; ++j) reinterpret_cast<uint32_t*>(&pack)[j] &= ~pairs[j];
+  }
+};
+
+// The largest magnitudes of packs, of what is no outlier and of all; NaN once there was one.
+template <class T>
+struct Magnitudes {
+  using Pair = typename rows::Largest<T>::Pair;
+  Pair threshold;  // the smallest number of the type that is no less
+  rows::Largest<T> below, most;
+
+  __device__ explicit Magnitudes(float given) {
+    if constexpr (std::is_same_v<T, __half>) threshold = __half2half2(__float2half_ru(given));
+    if constexpr (!std::is_same_v<T, __half>) threshold = __bfloat162bfloat162(__float2bfloat16_ru(given));
+  }
+
+  __device__ PackOutliers<T> take(const Pack<T>& pack) {
+    PackOutliers<T> outliers;
+    Pack<T> rest = pack;
+    most.take(pack);
+#pragma unroll
+    for (int j = 0; j < kPack / 2; ++j) {
+      outliers.pairs[j] = __hge2_mask(__habs2(Pair{pack.values[2 * j], pack.values[2 * j + 1]}), threshold);
+    }
+    outliers.remove_from(rest);
+    below.take(rest);
+    return outliers;
+  }
+};
 
 // The outliers of pack `index` to a block's mask in shared memory.
 __device__ inline void mark_pack(uint32_t outliers, int index, uint32_t* mask) {
@@ -67,15 +92,6 @@ __device__ inline void store_bytes(const Pack<int8_t>& bytes, int8_t* row, int i
     for (int j = 0; j < kPack; ++j) {
       if (index * kPack + j < k) row[index * kPack + j] = bytes.values[j];
     }
-  }
-}
-
-// Zeros in place of the outliers, a bit each.
-template <class T>
-__device__ inline void remove(Pack<T>& pack, uint32_t outliers) {
-#pragma unroll
-  for (int j = 0; j < kPack; ++j) {
-    if ((outliers >> j & 1U) != 0) pack.values[j] = rows::from_float<T>(0.0F);
   }
 }
 

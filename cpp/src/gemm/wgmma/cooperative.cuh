@@ -109,7 +109,6 @@ __device__ void consume_halves(const typename Tile::Args& args, typename Tile::S
   uint32_t phase = 0;
   const auto finish = [&](const TileWalk& tile, auto& sums) {
     at.advance(args.k_blocks + columns.blocks);
-    shared.vectors_full[slot].wait(phase);
     finish_pieces<Tile, Epilogue>(args, tile, shared.vectors[slot], staging, warpgroup, 64 * warpgroup, thread, sums);
     shared.vectors_empty[slot].arrive();
     phase ^= static_cast<uint32_t>(slot);
@@ -120,6 +119,7 @@ __device__ void consume_halves(const typename Tile::Args& args, typename Tile::S
     for (TileWalk tile(args, 0, 1); tile.valid(); tile.next()) {
       float sums[Tile::kSize];
       HalfProduct<Tile>(args, shared, ring, reader, at, warpgroup, thread).add_to(sums);
+      shared.vectors_full[slot].wait(phase);
       finish(tile, sums);
     }
   } else {
@@ -127,8 +127,10 @@ __device__ void consume_halves(const typename Tile::Args& args, typename Tile::S
     for (TileWalk tile(args, 0, 1); tile.valid(); tile.next(), ++number) {
       typename Tile::Register sums[Tile::kSize];
       multiply_tile<Tile>(args, shared, ring, at, columns.blocks, warpgroup, thread, sums);
+      shared.vectors_full[slot].wait(phase);
       if constexpr (Tile::kGathered) {
-        multiply_outliers<Tile>(args, shared, ring, at, columns, tile, number, warpgroup, thread, sums);
+        multiply_outliers<Tile>(args, shared, ring, at, columns, tile, number, shared.vectors[slot], warpgroup, thread,
+                                sums);
       }
       finish(tile, sums);
     }
@@ -168,7 +170,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       if (thread / 32 == Tile::kFactors / 32) write_factors<Tile>(args, shared, thread % 32);
     }
     if constexpr (Tile::kGathered) {
-      if (thread / 32 == Tile::kTaker / 32) take_columns<Tile>(args, shared, ring, thread - Tile::kTaker);
+      if (thread >= Tile::kTaker) take_columns<Tile>(args, shared, ring, thread - Tile::kTaker);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();

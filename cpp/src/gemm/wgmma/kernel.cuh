@@ -4,7 +4,7 @@
 //   consumer warpgroups multiply 64 rows each (wgmma, both operands from shared memory, sums in registers)
 //   a producer thread   copies 128-byte-wide slices of both operands into a ring of stages (TMA)
 //   a vector warp       reads the tile's scales and bias meanwhile
-//   one warp more       takes columns of weights out of the ring where x has outliers (LLM.int8(), columns.cuh)
+//   two warps more      take columns of weights out of the ring where x has outliers (LLM.int8(), columns.cuh)
 //   then                partial sums of a split K are added across the cluster, exactly, and every block finishes
 //                       its share of the tile (epilogue/tile.cuh); of float8, and with gathered outliers, K is in one
 //                       piece
@@ -192,10 +192,22 @@ struct Position {
 
 template <class Tile>
 __device__ void take_columns(const OutlierKernelArgs& args, const Place& place, typename Tile::Shared& shared,
-                             const uint8_t* ring, int m0, int lane) {
+                             const uint8_t* ring, int m0, int thread) {
   wait_for_predecessors();
+  float scale[(Tile::kTokens + 32 * kTakers - 1) / (32 * kTakers)];  // on their way beside the product
+  const auto for_each_token = [&](auto f) {
+#pragma unroll
+    for (int i = 0; i * 32 * kTakers < Tile::kTokens; ++i) {
+      const int token = thread + i * 32 * kTakers;
+      if (token < Tile::kTokens) f(token, scale[i]);
+    }
+  };
+  for_each_token(
+      [&](int token, float& value) { value = scale_at(args.epilogue.x_scale, min(m0 + token, args.output.m - 1)); });
+  ColumnTaker<Tile> taker(args, shared, ring + (Tile::kSwap ? 0 : Tile::kBytesA), thread);
   Position at{args.stages};
-  ColumnTaker<Tile>(args, shared, ring + (Tile::kSwap ? 0 : Tile::kBytesA), lane).take(at, place.k_count, 0, m0);
+  for_each_token([&](int token, float& value) { shared.scales[token] = value; });
+  taker.take(at, place.k_count, 0);
 }
 
 // What the vector warp reads for the epilogue beside the product.
@@ -218,7 +230,10 @@ struct VectorWarp {
   }
   __device__ void store() const {
     pending.store(args.epilogue, args.output, m0, n0, lane, shared.vectors);
-    if constexpr (Tile::kGathered) take_scales(args, shared.vectors, lane);
+    if constexpr (Tile::kGathered) {  // they are in the sums already
+      if (*args.outliers.count == 0) return;
+      for (int i = lane; i < Tile::kTokens; i += 32) shared.vectors.x_scale[i] = 1.0F;
+    }
     if constexpr (Tile::kDigits) {
       if (lane < Tile::kTokens) shared.digits.of_token[lane] = factors;
     }

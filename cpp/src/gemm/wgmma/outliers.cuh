@@ -37,14 +37,6 @@ __device__ inline float float_of(uint32_t sum, int count) {
   return count > 0 ? __uint_as_float(sum) : __int2float_rn(static_cast<int32_t>(sum));
 }
 
-// The epilogue's scales of tokens, where they are in the sums already. By one warp.
-template <class Vectors>
-__device__ inline void take_scales(const OutlierKernelArgs& args, Vectors& vectors, int lane) {
-  if (*args.outliers.count == 0) return;
-  __syncwarp();
-  for (int i = lane; i < static_cast<int>(sizeof(vectors.x_scale) / sizeof(float)); i += 32) vectors.x_scale[i] = 1.0F;
-}
-
 // Four matrices of 8 rows by 16 bytes from shared memory, as mma's operands have them; lane i gives the address of row
 // i % 8 of matrix i / 8.
 __device__ inline uint4 load_matrices(const uint8_t* row) {
@@ -116,22 +108,24 @@ __device__ inline void multiply_step(const TokenOctets& tokens, int step, const 
   }
 }
 
-// Of all columns that were taken, the block-th kOutlierBlock of them. channel: this warpgroup's first one of the tile.
-template <class Tile>
-__device__ inline void multiply_block(DType type, const uint8_t* tokens, const uint8_t* taken, int block, int count,
-                                      int channel, int thread, uint32_t (&sums)[Tile::kRowBlocks * Tile::kCols / 2]) {
-  const int left = count - block * kOutlierBlock;
-  const int row = thread / 32 * 16;
+// Of the columns that were taken, the block-th kOutlierBlock of them, whose tile's begin at step `first`. channel: this
+// warpgroup's first one of the tile. done(step): its bytes have been read.
+template <class Tile, class Done>
+__device__ inline void multiply_block(DType type, const uint8_t* tokens, const typename Tile::Columns& columns,
+                                      uint32_t first, int block, const ColumnCount& count, uint32_t channel, int thread,
+                                      uint32_t (&sums)[Tile::kRowBlocks * Tile::kCols / 2], Done done) {
+  constexpr int kSteps = kOutlierBlock / 16;
+  const int end = min(kSteps, count.steps - block * kSteps);
 #pragma unroll 1
-  for (int step = 0; step * 16 < min(left, kOutlierBlock); ++step) {
-    const uint8_t* const of_step =
-        taken +
-        Tile::Columns::offset(static_cast<uint32_t>(block * kOutlierBlock + step * 16), static_cast<uint32_t>(channel));
+  for (int step = 0; step < end; ++step) {
+    const uint32_t of_all = first + static_cast<uint32_t>(block * kSteps + step);
+    const uint8_t* const taken = columns.at(of_all) + Tile::Columns::offset(channel, 0);
     if (type == DType::kFloat16) {
-      multiply_step<__half, Tile>({tokens}, step, of_step, row, thread % 32, sums);
+      multiply_step<__half, Tile>({tokens}, step, taken, thread / 32 * 16, thread % 32, sums);
     } else {
-      multiply_step<__nv_bfloat16, Tile>({tokens}, step, of_step, row, thread % 32, sums);
+      multiply_step<__nv_bfloat16, Tile>({tokens}, step, taken, thread / 32 * 16, thread % 32, sums);
     }
+    done(of_all);
   }
 }
 
@@ -183,7 +177,7 @@ class TileOutliers {
     uint32_t phase = static_cast<uint32_t>(place.k_count / args_.stages) & 1;
     int last = stage == 0 ? args_.stages - 1 : stage - 1;
     shared.columns.wait_full(0);
-    scale_sums<Tile::kSwap, Tile::kCols, 1>(shared.columns.scales + (Tile::kSwap ? 0 : 64 * warpgroup_), thread_, d);
+    scale_sums<Tile::kSwap, Tile::kCols, 1>(shared.scales + (Tile::kSwap ? 0 : 64 * warpgroup_), thread_, d);
     for (int block = 0; block < count_.blocks; ++block) {
       __syncwarp();
       cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(1 + warpgroup_));  // all have read the last stage
@@ -191,8 +185,8 @@ class TileOutliers {
       shared.full[stage].wait(phase);
       const uint8_t* const tokens =
           ring + stage * Tile::kStageBytes + (Tile::kSwap ? Tile::kBytesA : warpgroup_ * 64 * kBlockK);
-      multiply_block<Tile>(args_.outliers.type, tokens, shared.columns.taken, block, count_.taken,
-                           Tile::kSwap ? 64 * warpgroup_ : 0, thread_, d);
+      multiply_block<Tile>(args_.outliers.type, tokens, shared.columns, 0, block, count_,
+                           Tile::kSwap ? 64 * static_cast<uint32_t>(warpgroup_) : 0, thread_, d, [](uint32_t) {});
       last = stage;
       if (++stage == args_.stages) {
         stage = 0;

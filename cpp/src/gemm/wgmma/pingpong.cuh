@@ -6,7 +6,7 @@
 //                      blocks of a cluster work on tiles with the same channels and share the weights (multicast)
 //   a vector warp      reads the scales and the bias of the tiles to come
 //   two warpgroups     multiply every second tile each and finish it piece by piece (epilogue/fragment.cuh)
-//   one warp more      takes columns of weights out of the ring where x has outliers (LLM.int8(), columns.cuh)
+//   two warps more     take columns of weights out of the ring where x has outliers (LLM.int8(), columns.cuh)
 //
 // Rows are tokens, cols are output channels.
 #pragma once
@@ -37,6 +37,7 @@ struct PingpongTile {
   static constexpr int kProducer = 128 * kTurns;
   static constexpr int kVectors = kProducer + 32;
   static constexpr int kTaker = kProducer + 64;
+  static_assert(!kGathered || kTakers == 2);
   static constexpr int kThreads = kProducer + 128;  // a whole warpgroup, since registers move between warpgroups
   static constexpr int kConsumerRegisters = 232;
   static constexpr int kOtherRegisters = 40;
@@ -48,20 +49,23 @@ struct PingpongTile {
   using Piece = octofuse::Piece<kPieceCols>;
   struct NoColumns {};
   // With more columns than these, tiles of 128 x 128 would have a stage less.
-  using Columns = std::conditional_t<kGathered, octofuse::wgmma::Columns<kRows, kCols, 96>, NoColumns>;
+  using Columns = std::conditional_t<kGathered, octofuse::wgmma::Columns<kCols, 80>, NoColumns>;
+  using Vectors = TileVectors<kRows, kCols, !kGathered>;
   struct Shared {
     FullBarrier full[kMaxStages];
     EmptyBarrier empty[kMaxStages];
     EmptyBarrier turn_over[kTurns];  // a warpgroup has seen all operands of its tile: the other one may begin
     EmptyBarrier vectors_full[kTurns];
     EmptyBarrier vectors_empty[kTurns];
-    TileVectors<kRows, kCols> vectors[kTurns];
+    Vectors vectors[kTurns];
     Columns columns;
   };
   static constexpr int kFixedBytes = (static_cast<int>(sizeof(Shared)) + 1023) / 1024 * 1024;
   static constexpr int kStagingBytes = kTurns * 2 * Piece::kStagingBytes;
+
   static_assert(kStageBytes % 1024 == 0 && Piece::kStagingBytes % 1024 == 0, "the swizzles' units");
   static constexpr int kStages = (227 * 1024 - kFixedBytes - kStagingBytes) / kStageBytes;
+  static_assert(kRows != 128 || kCols != 128 || kStages == 6);
   static constexpr int kSharedBytes = kFixedBytes + kStages * kStageBytes + kStagingBytes;
 };
 
@@ -73,7 +77,6 @@ __device__ void read_vectors(const typename Tile::Args& args, typename Tile::Sha
     shared.vectors_empty[turn].wait(phase ^ 1);
     load_vectors<32>(args.epilogue, args.output, tile.tile_m * Tile::kRows, tile.tile_n * Tile::kCols,
                      args.constant_weight, lane, shared.vectors[turn]);
-    if constexpr (Tile::kGathered) take_scales(args, shared.vectors[turn], lane);
     shared.vectors_full[turn].arrive();
     __syncwarp();
     phase ^= static_cast<uint32_t>(turn);
@@ -179,28 +182,36 @@ __device__ void finish_pieces(const typename Tile::Args& args, const TileWalk& t
 }
 
 // Behind multiply_tile(), from the same position of the ring: the columns with outliers of the number-th tile of this
-// block. d: float afterwards if there are some.
+// block. d: float afterwards if there are some, and x's scales of this warpgroup are in it and 1 in `vectors`.
 template <class Tile>
 __device__ void multiply_outliers(const OutlierKernelArgs& args, typename Tile::Shared& shared, const uint8_t* ring,
                                   Ring<Tile::kStages> at, const ColumnCount& count, const TileWalk& tile, int number,
-                                  int warpgroup, int thread, uint32_t (&d)[Tile::kSize]) {
-  constexpr int kFirst = Tile::kForm == Form::kCooperative ? 64 : 0;  // rows of a warpgroup
+                                  typename Tile::Vectors& vectors, int warpgroup, int thread,
+                                  uint32_t (&d)[Tile::kSize]) {
+  constexpr bool kShared = Tile::kForm == Form::kCooperative;
   if (count.all == 0) return;
+  const int first = kShared ? 64 * warpgroup : 0;  // this warpgroup's first row
+  const auto meet_warpgroup = [&] {
+    __syncwarp();
+    cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(warpgroup));
+  };
   at.advance(args.k_blocks);
-  const int m0 = tile.tile_m * Tile::kRows;
+  scale_sums<false, Tile::kCols, Tile::kRowBlocks>(vectors.x_scale + first, thread, d);
   shared.columns.wait_full(number);
-  scale_sums<false, Tile::kCols, Tile::kRowBlocks>(shared.columns.scales + kFirst * warpgroup, thread, d);
   for (int block = 0; block < count.blocks; ++block, at.next()) {
     shared.full[at.stage].wait(at.phase);
-    const uint8_t* const tokens = ring + at.stage * Tile::kStageBytes + kFirst * warpgroup * kBlockK;
-    multiply_block<Tile>(args.outliers.type, tokens, shared.columns.taken, block, count.taken, 0, thread, d);
-    __syncwarp();
-    cutlass::arch::NamedBarrier::sync(128, static_cast<uint32_t>(warpgroup));  // all have read it
+    multiply_block<Tile>(args.outliers.type, ring + at.stage * Tile::kStageBytes + first * kBlockK, shared.columns,
+                         static_cast<uint32_t>(number * count.steps), block, count, 0, thread, d, [&](uint32_t step) {
+                           __syncwarp();
+                           if (thread % 32 == 0) shared.columns.release(step);
+                         });
+    meet_warpgroup();  // all have read it, and their scales
     if (thread < args.cluster) shared.empty[at.stage].arrive(static_cast<uint32_t>(thread));
   }
-  if (thread % 32 == 0) shared.columns.empty.arrive();
-  multiply_rest<false, Tile::kCols, Tile::kRowBlocks>(args, count.taken, count.all, m0 + kFirst * warpgroup,
+  if (thread < 64 * Tile::kRowBlocks) vectors.x_scale[first + thread] = 1.0F;
+  multiply_rest<false, Tile::kCols, Tile::kRowBlocks>(args, count.taken, count.all, tile.tile_m * Tile::kRows + first,
                                                       tile.tile_n * Tile::kCols, thread, d);
+  meet_warpgroup();
 }
 
 // May be asked for once earlier kernels have finished.
@@ -216,13 +227,12 @@ __device__ ColumnCount find_columns(const typename Tile::Args& args) {
 // Takes columns of weights out of the ring, tile after tile.
 template <class Tile>
 __device__ void take_columns(const typename Tile::Args& args, typename Tile::Shared& shared, const uint8_t* ring,
-                             int lane) {
+                             int thread) {
   wait_for_predecessors();
-  ColumnTaker<Tile> taker(args, shared, ring + Tile::kBytesA, lane);
+  ColumnTaker<Tile> taker(args, shared, ring + Tile::kBytesA, thread);
   Ring<Tile::kStages> at;
   int number = 0;
-  for (TileWalk tile(args, 0, 1); tile.valid(); tile.next())
-    taker.take(at, args.k_blocks, number++, tile.tile_m * Tile::kRows);
+  for (TileWalk tile(args, 0, 1); tile.valid(); tile.next()) taker.take(at, args.k_blocks, number++);
 }
 
 template <class Tile, class Epilogue>
@@ -239,12 +249,12 @@ __device__ void consume_tiles(const typename Tile::Args& args, typename Tile::Sh
     shared.turn_over[1 - turn].wait(turn == 0 ? phase ^ 1 : phase);
     typename Tile::Register d[Tile::kSize];
     multiply_tile<Tile>(args, shared, ring, at, columns.blocks, turn, thread, d);
-    if constexpr (Tile::kGathered) {
-      multiply_outliers<Tile>(args, shared, ring, at, columns, tile, number, turn, thread, d);
-    }
-    at.advance(Tile::kTurns * (args.k_blocks + columns.blocks));
     shared.vectors_full[turn].wait(phase);
     phase ^= 1;
+    if constexpr (Tile::kGathered) {
+      multiply_outliers<Tile>(args, shared, ring, at, columns, tile, number, shared.vectors[turn], turn, thread, d);
+    }
+    at.advance(Tile::kTurns * (args.k_blocks + columns.blocks));
     finish_pieces<Tile, Epilogue>(args, tile, shared.vectors[turn], staging, turn, 0, thread, d);
     shared.vectors_empty[turn].arrive();
   }
@@ -299,7 +309,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_pingpong(const __grid_
     }
     if (thread / 32 == Tile::kVectors / 32) read_vectors<Tile>(args, shared, thread % 32);
     if constexpr (Tile::kGathered) {
-      if (thread / 32 == Tile::kTaker / 32) take_columns<Tile>(args, shared, ring, thread - Tile::kTaker);
+      if (thread >= Tile::kTaker) take_columns<Tile>(args, shared, ring, thread - Tile::kTaker);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Tile::kConsumerRegisters>();

@@ -36,8 +36,8 @@ struct Tile {
   static constexpr int kConsumers = 128 * kWarpgroups;
   static constexpr int kProducer = kConsumers;      // its first thread
   static constexpr int kVectors = kConsumers + 32;  // the vector warp's first thread
-  static constexpr int kTaker = kConsumers + 64;    // the first thread of the warp that takes columns with outliers
-  static constexpr int kThreads = kTaker + (kGathered ? 32 : 0);
+  static constexpr int kTaker = kConsumers + 64;    // the first thread of those that take columns with outliers
+  static constexpr int kThreads = kTaker + (kGathered ? 32 * kTakers : 0);
   static constexpr int kBlocksPerSm = kDigits && kSwap && kCols <= 32 ? 3 : 1;  // registers must allow them
   static constexpr int kBytesA = kRows * kBlockK;
   static constexpr int kStageBytes = (kRows + kCols) * kBlockK;
@@ -46,8 +46,7 @@ struct Tile {
   using Factors = std::conditional_t<promotes(kArithmetic), FactorRing<kTokens, kConsumers>, NoFactors>;
   struct NoColumns {};
   using Columns =
-      std::conditional_t<kGathered, octofuse::wgmma::Columns<kTokens, kChannels, kChannels <= 128 ? 128 : 96>,
-                         NoColumns>;
+      std::conditional_t<kGathered, octofuse::wgmma::Columns<kChannels, kChannels <= 128 ? 128 : 96>, NoColumns>;
   struct NoDigits {};
   using Digits = std::conditional_t<kDigits, DigitFactors<kTokens>, NoDigits>;
   struct Shared {
@@ -56,6 +55,7 @@ struct Tile {
     Factors factors;
     Digits digits;
     Columns columns;
+    alignas(16) float scales[kGathered ? kTokens : 1];  // of x, which are in the sums where there are outliers
     TileVectors<kTokens, kChannels> vectors;
   };
   static constexpr int kFixedBytes = (static_cast<int>(sizeof(Shared)) + 1023) / 1024 * 1024;
