@@ -38,7 +38,7 @@ def llm_int8_linear(
     values below the threshold, and the rest of x goes to int8. Without an outlier the bits are those of
     `quantize_per_token` and `i8f16_linear`. With outliers a token's bits depend on which columns the call's other tokens
     add, and on whether there are more than 48 of them. With this library's kernels (see below) nothing waits for the
-    host, whatever the number of columns, so calls can be captured in a graph; more than some 50 to 100 columns take longer.
+    host, whatever the number of columns, so calls can be captured in a graph; more than 80 columns take longer.
 
     Dettmers et al., "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", 2022.
 
