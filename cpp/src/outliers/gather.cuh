@@ -30,12 +30,12 @@ struct GatherMemory {
 
 // A thread's packs of a row.
 template <class T, bool kWide, int kPacks>
-struct HeldRow {
+struct KeptRow {
   rows::Row<T, kRowThreads, kPacks> row;
   const T* x = nullptr;
   int k;
 
-  __device__ HeldRow(int thread, int k) : row(thread, (k + kPack - 1) / kPack), k(k) {}
+  __device__ KeptRow(int thread, int k) : row(thread, (k + kPack - 1) / kPack), k(k) {}
   __device__ auto load() const {
     return [this](int index, int) { return load_pack<T, kWide>(x, index, k); };
   }
@@ -57,7 +57,7 @@ class Gather {
   GatherMemory& memory_;
   int thread_ = static_cast<int>(threadIdx.x);
   int64_t first_, end_;  // of this block's rows
-  using Held = HeldRow<T, kWide, kPacks>;
+  using Kept = KeptRow<T, kWide, kPacks>;
 
  public:
   __device__ Gather(const GatherArgs& args, GatherMemory& memory)
@@ -74,24 +74,24 @@ class Gather {
       if (blockIdx.x == 0) args_.mask[word] = 0;
     }
     auto cleared = grid.barrier_arrive();
-    Held held(thread_ % kRowThreads, static_cast<int>(of_.k));
+    Kept kept(thread_ % kRowThreads, static_cast<int>(of_.k));
     float scale = 0.0F;
     int64_t row = first_ + thread_ / kRowThreads;
-    if (row < end_) held.fill(row_of(row));
+    if (row < end_) kept.fill(row_of(row));
     grid.barrier_wait(std::move(cleared));  // meanwhile the first rows come
     for (int turn = 0; row < end_; turn ^= 1) {
-      scale = measure_row(held, row, turn);
+      scale = measure_row(kept, row, turn);
       if (row + kRowsAtOnce >= end_) break;  // it is quantised below, while the other blocks' marks come
-      quantise(held, row, scale);
+      quantise(kept, row, scale);
       row += kRowsAtOnce;
-      held.fill(row_of(row));
+      kept.fill(row_of(row));
     }
     __syncthreads();
     for (int word = thread_; word < args_.words; word += kThreads) {
       if (memory_.mask[word] != 0) atomicOr(args_.mask + word, memory_.mask[word]);
     }
     auto marked = grid.barrier_arrive();
-    if (row < end_) quantise(held, row, scale);
+    if (row < end_) quantise(kept, row, scale);
     grid.barrier_wait(std::move(marked));
     launch_dependents();
     take_columns();
@@ -100,10 +100,10 @@ class Gather {
  private:
   __device__ const T* row_of(int64_t row) const { return static_cast<const T*>(of_.x) + row * of_.ldx; }
 
-  // The held row's outliers to the block's mask, zeros in their place; returns its scale.
-  __device__ float measure_row(Held& held, int64_t row, int turn) {
+  // The kept row's outliers to the block's mask, zeros in their place; returns its scale.
+  __device__ float measure_row(Kept& kept, int64_t row, int turn) {
     Magnitudes<T> magnitudes(of_.threshold);
-    held.for_each([&](Pack<T>& pack, int index) {
+    kept.for_each([&](Pack<T>& pack, int index) {
       const PackOutliers<T> outliers = magnitudes.take(pack);
       if (outliers.any()) mark_pack(outliers.bits(), index, memory_.mask);
       outliers.remove_from(pack);
@@ -123,10 +123,10 @@ class Gather {
     return scale;
   }
 
-  __device__ void quantise(Held& held, int64_t row, float scale) const {
+  __device__ void quantise(Kept& kept, int64_t row, float scale) const {
     const int k = static_cast<int>(of_.k);
     const float inverse = reciprocal(scale);
-    held.for_each([&](Pack<T>& pack, int index) {
+    kept.for_each([&](Pack<T>& pack, int index) {
       if constexpr (kPacks == 0) Magnitudes<T>(of_.threshold).take(pack).remove_from(pack);  // it was read again
       store_pack<T, kWide>(pack, inverse, of_.q + row * k, index, k);
     });
