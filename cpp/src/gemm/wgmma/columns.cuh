@@ -155,8 +155,8 @@ class ColumnTaker {
     }
   }
 
-  // last: of its stage. It is released once the bytes have been stored and so have come: an arrival may overtake a load
-  // from shared memory (released behind the loads, stages were overwritten before they were read).
+  // last: of its stage. It is released once the bytes have been stored, and so have come: with the arrival right behind
+  // the loads sums were wrong now and then, as if it had overtaken them.
   __device__ void take_column(int stage, uint32_t byte, uint32_t number, bool last) {
     const uint8_t* const from = ring_ + stage * Tile::kStageBytes + offset(byte);
     uint8_t bytes[kRows];

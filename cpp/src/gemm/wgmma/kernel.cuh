@@ -152,7 +152,7 @@ template <class Tile>
 __device__ void consume_tile(const typename Tile::Args& args, const Place& place, typename Tile::Shared& shared,
                              uint8_t* ring, int m0, int n0, int thread) {
   typename Tile::Register d[Tile::kCols / 2];
-  // Nobody reads the ring any more behind the barrier.
+  // Nobody reads the ring any more behind the barrier; those that take columns told so before they were multiplied.
   const auto park_sums = [&](const auto& sums) {
     __syncwarp();
     cutlass::arch::NamedBarrier::sync(Tile::kConsumers, 0);

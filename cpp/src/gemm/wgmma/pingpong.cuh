@@ -62,7 +62,6 @@ struct PingpongTile {
   };
   static constexpr int kFixedBytes = (static_cast<int>(sizeof(Shared)) + 1023) / 1024 * 1024;
   static constexpr int kStagingBytes = kTurns * 2 * Piece::kStagingBytes;
-
   static_assert(kStageBytes % 1024 == 0 && Piece::kStagingBytes % 1024 == 0, "the swizzles' units");
   static constexpr int kStages = (227 * 1024 - kFixedBytes - kStagingBytes) / kStageBytes;
   static_assert(kRows != 128 || kCols != 128 || kStages == 6);
