@@ -24,7 +24,7 @@ struct GatherArgs {
 
 struct GatherMemory {
   uint32_t mask[(kMaxK + 31) / 32];
-  uint32_t of_warp[2][kThreads / 32];
+  uint32_t of_warp[2][kRowsAtOnce][kRowThreads / 32];
   ColumnList<kThreads> list;
 };
 
@@ -77,14 +77,15 @@ class Gather {
     Kept kept(thread_ % kRowThreads, static_cast<int>(of_.k));
     float scale = 0.0F;
     int64_t row = first_ + thread_ / kRowThreads;
+    const auto turns = static_cast<int>((end_ - first_ + kRowsAtOnce - 1) / kRowsAtOnce);
     if (row < end_) kept.fill(row_of(row));
     grid.barrier_wait(std::move(cleared));  // meanwhile the first rows come
-    for (int turn = 0; row < end_; turn ^= 1) {
-      scale = measure_row(kept, row, turn);
-      if (row + kRowsAtOnce >= end_) break;  // it is quantised below, while the other blocks' marks come
+    for (int turn = 0; turn < turns; ++turn) {
+      scale = measure_row(kept, row, turn % 2);
+      if (turn + 1 == turns) break;  // the last rows are quantised below, while the other blocks' marks come
       quantise(kept, row, scale);
       row += kRowsAtOnce;
-      kept.fill(row_of(row));
+      if (row < end_) kept.fill(row_of(row));
     }
     __syncthreads();
     for (int word = thread_; word < args_.words; word += kThreads) {
@@ -100,26 +101,24 @@ class Gather {
  private:
   __device__ const T* row_of(int64_t row) const { return static_cast<const T*>(of_.x) + row * of_.ldx; }
 
-  // The kept row's outliers to the block's mask, zeros in their place; returns its scale.
+  // The kept row's outliers to the block's mask, zeros in their place; returns its scale. In the last turn threads may
+  // have no row, and wait as often as the others (racecheck took what is shared behind it for a race otherwise).
   __device__ float measure_row(Kept& kept, int64_t row, int turn) {
     Magnitudes<T> magnitudes(of_.threshold);
-    kept.for_each([&](Pack<T>& pack, int index) {
+    const bool exists = row < end_;
+    const auto take = [&](Pack<T>& pack, int index) {
       const PackOutliers<T> outliers = magnitudes.take(pack);
       if (outliers.any()) mark_pack(outliers.bits(), index, memory_.mask);
       outliers.remove_from(pack);
       // One pack after the other, and nothing is widened ahead for quantise(): that would take too many registers.
       auto& words = reinterpret_cast<uint4&>(pack);
       asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
-    });
-    const uint32_t bits = __reduce_max_sync(kFullWarp, __float_as_uint(magnitudes.below.value()));
-    uint32_t* const of_warp = memory_.of_warp[turn];
-    const int group = thread_ / kRowThreads;
-    if (thread_ % 32 == 0) of_warp[thread_ / 32] = bits;
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kRowThreads) : "memory");
-    constexpr int kWarps = kRowThreads / 32;
-    const uint32_t of_row = __reduce_max_sync(kFullWarp, of_warp[group * kWarps + thread_ % kWarps]);
-    const float scale = rows::scale_of(__uint_as_float(of_row), DType::kInt8);
-    if (thread_ % kRowThreads == 0) of_.scales[row] = scale;
+    };
+    if (exists) kept.for_each(take);
+    const float amax = rows::row_max<kRowThreads, kThreads>(magnitudes.below.value(), thread_ % kRowThreads,
+                                                            memory_.of_warp[turn][thread_ / kRowThreads]);
+    const float scale = rows::scale_of(amax, DType::kInt8);
+    if (exists && thread_ % kRowThreads == 0) of_.scales[row] = scale;
     return scale;
   }
 

@@ -62,12 +62,12 @@ __device__ inline float few_groups_sum(const float* of_group, int groups) {
   return plus(plus(plus(v[0], v[4]), plus(v[2], v[6])), plus(plus(v[1], v[5]), plus(v[3], v[7])));
 }
 
-// Waits for the threads that share this thread's row: a block may hold several rows, and warps that hold none.
-// Its number is an immediate: for one that is computed, the compiler would reserve all 16.
-template <int kThreads, int kRow = 0>
+// Waits for the threads that share this thread's row: a block, of kBlock threads at most, may hold several rows, and
+// warps that hold none. Its number is an immediate: for one that is computed, the compiler would reserve all 16.
+template <int kThreads, int kBlock = 256, int kRow = 0>
 __device__ inline void row_barrier() {
-  if constexpr ((kRow + 1) * kThreads < 256) {
-    if (threadIdx.x / kThreads > kRow) return row_barrier<kThreads, kRow + 1>();
+  if constexpr ((kRow + 1) * kThreads < kBlock) {
+    if (threadIdx.x / kThreads > kRow) return row_barrier<kThreads, kBlock, kRow + 1>();
   }
   barrier_sync<kRowBarrier + kRow, kThreads>();
 }
@@ -184,12 +184,12 @@ struct Largest<float> {
 };
 
 // The largest of non-negative floats, or NaN if there is one: as integers they keep their order, and NaN is above all.
-template <int kThreads>
+template <int kThreads, int kBlock = 256>
 __device__ inline float row_max(float value, int thread, uint32_t* of_warp) {
   uint32_t bits = __reduce_max_sync(kFullWarp, __float_as_uint(value));
   if constexpr (kThreads > 32) {
     if (thread % 32 == 0) of_warp[thread / 32] = bits;
-    row_barrier<kThreads>();
+    row_barrier<kThreads, kBlock>();
     bits = __reduce_max_sync(kFullWarp, of_warp[thread % (kThreads / 32)]);
   }
   return __uint_as_float(bits);

@@ -26,7 +26,8 @@ struct Columns {
   EmptyBarrier full[2];
   EmptyBarrier empty[kSlots];
 
-  // readers: warps that multiply a tile.
+  // readers: threads that multiply a tile. Each tells of its own reads: that a warp has met before one of its lanes
+  // tells of all, racecheck does not see.
   __device__ void init(int readers) {
     for (EmptyBarrier& barrier : full) barrier.init(32 * kTakers);
     for (EmptyBarrier& barrier : empty) barrier.init(static_cast<uint32_t>(readers));

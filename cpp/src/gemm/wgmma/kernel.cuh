@@ -247,7 +247,7 @@ __device__ void start(const KernelArgs& args, typename Tile::Shared& shared, Pro
     if (lane == 0) shared.factors.init();
   }
   if constexpr (Tile::kGathered) {
-    if (lane == 0) shared.columns.init(4 * Tile::kWarpgroups);
+    if (lane == 0) shared.columns.init(1);  // of one tile: no slot is filled again
   }
   if (lane < args.stages) {
     shared.full[lane].init(1);

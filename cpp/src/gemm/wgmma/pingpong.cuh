@@ -200,10 +200,8 @@ __device__ void multiply_outliers(const OutlierKernelArgs& args, typename Tile::
   for (int block = 0; block < count.blocks; ++block, at.next()) {
     shared.full[at.stage].wait(at.phase);
     multiply_block<Tile>(args.outliers.type, ring + at.stage * Tile::kStageBytes + first * kBlockK, shared.columns,
-                         static_cast<uint32_t>(number * count.steps), block, count, 0, thread, d, [&](uint32_t step) {
-                           __syncwarp();
-                           if (thread % 32 == 0) shared.columns.release(step);
-                         });
+                         static_cast<uint32_t>(number * count.steps), block, count, 0, thread, d,
+                         [&](uint32_t step) { shared.columns.release(step); });
     meet_warpgroup();  // all have read it, and their scales
     if (thread < args.cluster) shared.empty[at.stage].arrive(static_cast<uint32_t>(thread));
   }
@@ -267,7 +265,7 @@ __device__ void init_barriers(const KernelArgs& args, typename Tile::Shared& sha
   cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.w_map));
   cute::prefetch_tma_descriptor(reinterpret_cast<const cute::TmaDescriptor*>(&args.x_map));
   if constexpr (Tile::kGathered) {
-    shared.columns.init(Tile::kForm == Form::kPingpong ? 4 : 8);
+    shared.columns.init(Tile::kForm == Form::kPingpong ? 128 : 256);
     freed += static_cast<uint32_t>(args.cluster);
   }
   for (int stage = 0; stage < Tile::kStages; ++stage) {
