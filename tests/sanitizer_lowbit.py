@@ -73,16 +73,21 @@ def _tile_cases(*shapes: tuple[int, int, int, str]) -> int:
 
 
 def several_cases() -> int:
-    """3 and 7 tokens by gemv_several: several units for each pair of blocks, and blocks that divide nothing."""
+    """3 and 7 tokens by gemv_several: several units for each pair of blocks, and blocks that divide nothing; 3 beside a
+    codebook."""
     count = 0
-    for (n, k, bits), m in itertools.product(((8480, 2176, 4), (4240, 512, 3), (2144, 5120, 8)), (3, 7)):
-        weight = Weight("uniform", bits, 128, n, k, bits == 3, torch.float16, device="cpu")
+    cases = (
+        *itertools.product((("uniform", 4, 8480, 2176), ("uniform", 3, 4240, 512), ("uniform", 8, 2144, 5120)), (3, 7)),
+        (("codebook", 4, 4240, 3200), 3),
+    )
+    for (kind, bits, n, k), m in cases:
+        weight = Weight(kind, bits, 128, n, k, bits == 3, torch.float16, device="cpu")
         x = weight.tokens(m)
         packed, scale, bias = (t.cuda() for t in (weight.packed, weight.scale, weight.bias))
         zero = weight.zero.cuda() if isinstance(weight.zero, torch.Tensor) else None
         call = LowbitCall(
-            x.cuda(), None, packed, scale, zero, None, "uniform", bits, 128, None, None, None, 0.0, bias, None, None, None,
-            "gemv_int8", True,
+            x.cuda(), None, packed, scale, zero, None, kind, bits, 128, None, None, None, 0.0, bias, None, None, None,
+            "gemv_int8", True, levels=weight.levels,
         )  # fmt: skip
         want = x.double() @ weight.exact.t() + weight.bias.double()
         assert (_C.lowbit_linear(call).cpu().double() - want).abs().max() <= 2e-3 * want.abs().max(), (n, k, m)

@@ -156,7 +156,7 @@ def test_int8_outputs(m: int) -> None:
 
 
 @pytest.mark.parametrize("group", [None, 64, 32])
-def test_a_smaller_table_of_levels(group: int | None) -> None:
+def test_without_a_table_of_levels(group: int | None) -> None:
     """Where a codebook's does not fit beside long tokens, or into a smaller GPU's shared memory: the same bits."""
     device = torch.cuda.current_device()
     for n, k in ((272, 2048), (33, 1000)):

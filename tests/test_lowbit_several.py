@@ -1,4 +1,4 @@
-"""3 to 8 tokens by the gemv kernels: each has the bits that it has alone, however the work is cut."""
+"""2 to 8 tokens by the gemv kernels: each has the bits that it has alone, however the work is cut."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 import octofuse
 from helpers import Weight, check_captured
 from octofuse import _C
+from octofuse.quant.packing import unpack
 
 pytestmark = pytest.mark.gpu
 
@@ -53,6 +54,52 @@ def test_groups(bits: int, group: int | None) -> None:
             check(weight, weight.tokens(m, seed=m))
 
 
+LEVELS = {
+    "one sign": tuple(0.1 + i for i in range(16)),
+    "the other": tuple(-0.1 - i * i for i in range(16)),
+    "in turn": tuple((-1.0) ** i * (1 + i / 7) for i in range(16)),
+    "halves apart": tuple((1.0 if i < 8 else -1.0) / (1 + i) for i in range(16)),
+    "one": (0.0,) * 15 + (3.0,),
+    "none": (0.0,) * 16,
+}
+
+
+@pytest.mark.parametrize("group", [None, 32, 64, 128, 256])
+def test_codebooks(group: int | None) -> None:
+    """2 to 4 tokens beside nf4: bytes of levels by prmt have the bits of those from a table."""
+    for (n, k), dtype in itertools.product(
+        ((272, 104), (4112, 3208), (784, 5120), (9040, 3072), (16, 12288), (144, 14400), (48, 20000)),
+        (torch.float16, torch.bfloat16),
+    ):
+        weight = Weight("codebook", 4, group, n, k, False, dtype)
+        weight.check(weight.tokens(4), engine="gemv_int8")
+        for m in (2, 3, 4):
+            check(weight, weight.tokens(m, seed=m))
+            if dtype == torch.float16 and m < 4:
+                check(
+                    weight,
+                    weight.tokens(m, seed=m),
+                    residual=torch.randn(m, n, device="cuda").half(),
+                    activation="gelu",
+                )
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_levels(name: str) -> None:
+    """Any 16 levels, by a table (one token) and by prmt."""
+    weight = Weight("codebook", 4, 64, 784, 3200, False, torch.float16)
+    levels = torch.tensor(LEVELS[name]).double()
+    w = levels[unpack(weight.packed.cpu(), 4, 784, 3200, codebook=True).long()]
+    w *= weight.scale.double().t().repeat_interleave(64, 1).cpu()
+    x = weight.tokens(4)
+    got = octofuse.codebook_linear(x, weight.packed, weight.scale, LEVELS[name], group=64, engine="gemv_int8")
+    want = x.double().cpu() @ w.t()
+    assert (got.double().cpu() - want).abs().max() <= 1e-3 * want.abs().max()
+    for i in range(4):
+        alone = octofuse.codebook_linear(x[i : i + 1], weight.packed, weight.scale, LEVELS[name], group=64)
+        assert torch.equal(alone, got[i : i + 1]), i
+
+
 def test_epilogues_and_views() -> None:
     for n, k in ((4112, 1352), (784, 2944), (784, 2941)):
         weight = Weight("uniform", 4, 128, n, k, False, torch.float16)
@@ -65,12 +112,12 @@ def test_epilogues_and_views() -> None:
 
 
 def test_tokens_in_int8() -> None:
-    for n, k in ((784, 2944), (272, 104)):
-        weight = Weight("uniform", 4, 128 if k > 128 else None, n, k, False, torch.float16)
-        x = torch.randint(-128, 128, (8, k), dtype=torch.int8, device="cuda")
-        scale = torch.rand(8, 1, device="cuda") / 100
+    for kind, m, n, k in (("uniform", 8, 784, 2944), ("uniform", 8, 272, 104), ("codebook", 4, 784, 3208)):
+        weight = Weight(kind, 4, 128 if k > 128 else None, n, k, False, torch.float16)
+        x = torch.randint(-128, 128, (m, k), dtype=torch.int8, device="cuda")
+        scale = torch.rand(m, 1, device="cuda") / 100
         got = weight.multiply(x, x_scale=scale, engine="gemv_int8")
-        want = torch.cat([weight.multiply(x[i : i + 1], x_scale=scale[i : i + 1]) for i in range(8)])
+        want = torch.cat([weight.multiply(x[i : i + 1], x_scale=scale[i : i + 1]) for i in range(m)])
         assert torch.equal(got, want)
 
 

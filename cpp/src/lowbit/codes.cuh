@@ -178,31 +178,26 @@ __device__ inline uint32_t halves_of_e4m3(uint32_t codes) {
 
 // The levels of both codes of every byte, in shared memory: high and low byte of the first one, then of the second.
 // Each lane has a copy, so that no two ever meet in a bank, and a row is twice as long as 32 of these: then one byte
-// permutation makes an offset of a byte of codes. Levels from prmt alone, which looks up 8 bytes at most, took 120
-// instructions for a tile where this takes 64. kCompact: four lanes share a copy.
-template <bool kCompact>
+// permutation makes an offset of a byte of codes.
 class LevelTable {
-  static constexpr int kRow = level_row(kCompact);
-  static constexpr int kCopies = kCompact ? 8 : 32;
+  static constexpr int kRow = 256;
   uint32_t table_;  // in shared memory
   uint32_t copy_;   // this lane's place in a row
 
  public:
-  __device__ LevelTable(const char* memory, int lane)
-      : table_(shared_address(memory)), copy_(static_cast<uint32_t>(lane % kCopies * 4)) {}
+  __device__ LevelTable(const char* memory, const IntegerLevels& /*levels*/, int lane)
+      : table_(shared_address(memory)), copy_(static_cast<uint32_t>(lane * 4)) {}
 
   // By 16 warps.
   __device__ static void fill(char* memory, const IntegerLevels& levels) {
     const uint32_t first = levels.bytes[threadIdx.x / 32];
-    char* const to = memory + threadIdx.x / 32 * kRow + threadIdx.x % kCopies * 4;
+    char* const to = memory + threadIdx.x / 32 * kRow + threadIdx.x % 32 * 4;
 #pragma unroll
     for (int second = 0; second < 16; ++second) {
       const uint32_t both = first | static_cast<uint32_t>(levels.bytes[second]) << 16;
-      if (threadIdx.x % 32 < kCopies) {
-        *reinterpret_cast<uint32_t*>(to + second * 16 * kRow) = __byte_perm(both, 0, 0x2301);
-      }
+      *reinterpret_cast<uint32_t*>(to + second * 16 * kRow) = __byte_perm(both, 0, 0x2301);
     }
-    if (threadIdx.x < 64) reinterpret_cast<uint32_t*>(memory + level_zeros_at(kCompact))[threadIdx.x] = 0;
+    if (threadIdx.x < 64) reinterpret_cast<uint32_t*>(memory + kLevelZerosAt)[threadIdx.x] = 0;
   }
 
   // The first operand of a product of 16 columns, two bytes for each: of a word, whose low half has codes of channel
@@ -211,11 +206,42 @@ class LevelTable {
     constexpr uint32_t kSelectors[4] = {0x7604, 0x7624, 0x7614, 0x7634};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      uint32_t offset = __byte_perm(word, copy_, kSelectors[i]);  // byte * 256 + copy
-      if constexpr (kCompact) offset = (offset >> 8) * kRow + copy_;
+      const uint32_t offset = __byte_perm(word, copy_, kSelectors[i]);  // byte * 256 + copy
       asm("ld.shared.u32 %0, [%1];" : "=r"(a[i]) : "r"(table_ + offset));
     }
   }
+};
+
+// The levels' bytes in registers, as two parts each (levels.h) that have products of their own: less to read from
+// shared memory than with the table, and more instructions.
+class LevelBytes {
+  uint32_t words_[4][2];
+
+ public:
+  static constexpr int kTables = 4;  // of eight bytes: two of high bytes, two of low ones
+
+  __device__ LevelBytes(const char* /*memory*/, const IntegerLevels& levels, int /*lane*/) {
+#pragma unroll
+    for (int i = 0; i < kTables; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) words_[i][j] = levels.parts[i][j];
+    }
+  }
+
+  // The parts of four codes: of the low half of a word.
+  __device__ void look_up(uint32_t codes, uint32_t (&parts)[kTables]) const {
+    const uint32_t others = codes ^ 0x8888U;
+#pragma unroll
+    for (int i = 0; i < kTables; ++i) {
+      asm("prmt.b32 %0, %1, %2, %3;"
+          : "=r"(parts[i])
+          : "r"(words_[i][0]), "r"(words_[i][1]), "r"(i % 2 == 0 ? codes : others));
+    }
+  }
+};
+
+struct NoLevels {
+  __device__ NoLevels(const char* /*memory*/, const IntegerLevels& /*levels*/, int /*lane*/) {}
 };
 
 // ---- groups ----

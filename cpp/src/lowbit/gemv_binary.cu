@@ -36,8 +36,8 @@ struct Traits {
   static constexpr int kBytes = kBlocks * Stage::kBytes;                   // of a stage
   static constexpr int kMany = kRing / (kSlices * kBytes);
   static constexpr int kDeep = kMany < kShallowStages ? kShallowStages : kMany > 8 ? 8 : kMany;
-  static constexpr bool kShallowForOneStage = false;  // its deep ring is small
   static constexpr int kTableBytes = 0;
+  static constexpr bool kShallowForOneStage = false;  // its deep ring is small
 };
 
 // ---- products ----

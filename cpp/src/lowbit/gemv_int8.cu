@@ -27,19 +27,15 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
   if (!args.chained) x_tokens.load();  // else they may not be there yet
   ring.fill();
   const int pitch = kChannels * tokens;  // floats of a slice's sums
-  char* const table_memory = memory + args.layout.table;
-  float factor = kFactor<Traits::kFormat>;
-  if constexpr (Traits::Code::kCodebook) {
-    Traits::Table::fill(table_memory, args.levels);
-    factor *= args.levels.unit;
-  }
-  prepare_tokens(args, x_tokens, memory, kSlices * pitch, factor);
+  char* const table = memory + args.layout.table;
+  if constexpr (Traits::kTableBytes > 0) LevelTable::fill(table, args.levels);
+  prepare_tokens(args, x_tokens, memory, kSlices * pitch, factor_of<Traits>(args));
   __syncthreads();
   const int column = lane / 4 & (2 * tokens - 1);  // of x; a token's slots may be fewer than a product's columns
   const int x_step = kSlices * tokens * 2 * kBlockK;
   const char* const token = memory + (slice * tokens + column / 2) * 2 * kBlockK + lane % 4 * 16;
-  const typename Traits::Reader first_columns(token, table_memory + Traits::kZerosAt, column % 2 == 1, x_step);
-  const typename Traits::Table table(table_memory, lane);
+  const typename Traits::Reader first_columns(token, table + kLevelZerosAt, column % 2 == 1, x_step);
+  const typename Traits::Levels levels(table, args.levels, lane);
   const auto* const scales_and_sums = reinterpret_cast<const ScaleAndSum*>(memory + args.layout.scales_and_sums) +
                                       (lane % 4 & (tokens - 1)) + slice * segments * tokens;
   const int scales_step = kSlices * segments * tokens;
@@ -55,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
     const ScaleAndSum* of_columns = scales_and_sums;
 #pragma unroll 1
     for (int k_block = slice; k_block < k_blocks; k_block += kSlices) {
-      multiply<Traits>(args.w, columns, table, of_columns, tokens, ring.wait(), lane, y);
+      multiply<Traits>(args.w, columns, levels, of_columns, tokens, ring.wait(), lane, y);
       columns.advance();
       of_columns += scales_step;
       ring.advance();
@@ -79,32 +75,32 @@ __global__ void __launch_bounds__(kThreads, 1) gemv_kernel(const __grid_constant
 
 // ---- the kernel of a weight, as int8_gemv_shape() has it ----
 
-template <bool kCompact, Kind kKind, LowbitFormat kFormat, int kBits, int kGroups>
+template <bool kTable, Kind kKind, LowbitFormat kFormat, int kBits, int kGroups>
 GemvKernel with_row_tiles(const GemvArgs& args) {
   constexpr Int8GemvShape kShape = int8_gemv_shape(kFormat, kBits, kGroups, true);
   static_assert(kShape.groups == kGroups);
   if constexpr (kShape.may_take_two) {
-    using Two = Traits<kFormat, kBits, kGroups, 2, kKind, kCompact>;
+    using Two = Traits<kFormat, kBits, kGroups, 2, kKind, kTable>;
     const GemvKernel two = gemv_of<Two, gemv_kernel<Two>>();
     if (args.gated() || (!args.few_row_tiles && two.fits(args))) return two;
   }
-  using One = Traits<kFormat, kBits, kGroups, kShape.row_tiles, kKind, kCompact>;
+  using One = Traits<kFormat, kBits, kGroups, kShape.row_tiles, kKind, kTable>;
   return gemv_of<One, gemv_kernel<One>>();
 }
 
 template <Kind kKind, LowbitFormat kFormat, int kBits, int kGroups>
 GemvKernel with_table(const GemvArgs& args) {
-  const GemvKernel kernel = with_row_tiles<false, kKind, kFormat, kBits, kGroups>(args);
   if constexpr (kFormat == LowbitFormat::kCodebook) {
-    if (!kernel.fits(args)) return with_row_tiles<true, kKind, kFormat, kBits, kGroups>(args);
+    const GemvKernel kernel = with_row_tiles<true, kKind, kFormat, kBits, kGroups>(args);
+    if (kernel.fits(args)) return kernel;
   }
-  return kernel;
+  return with_row_tiles<false, kKind, kFormat, kBits, kGroups>(args);
 }
 
 template <bool kIntegers, LowbitFormat kFormat, int kBits, int kGroups>
 GemvKernel with_kind(const GemvArgs& args) {
   if constexpr (kIntegers) {
-    return with_table<Kind::kIntegers, kFormat, kBits, kGroups>(args);
+    return with_row_tiles<false, Kind::kIntegers, kFormat, kBits, kGroups>(args);
   } else {
     if (args.norm.kind != Norm::kNone) return with_table<Kind::kNorm, kFormat, kBits, kGroups>(args);
     return with_table<Kind::kPlain, kFormat, kBits, kGroups>(args);
@@ -123,13 +119,13 @@ GemvKernel with_groups(const GemvArgs& args) {
   if constexpr (int8_gemv_shape(kFormat, kBits, 1, true).groups == 1) {
     if (segments == 1 && args.w.wide) return with_kind<kIntegers, kFormat, kBits, 1>(args);
   }
-  using Any = Traits<kFormat, kBits, 0, 1, kIntegers ? Kind::kIntegers : Kind::kPlain>;
-  const GemvKernel any = gemv_of<Any, gemv_kernel<Any>>();
   if constexpr (kFormat == LowbitFormat::kCodebook) {
-    using Compact = Traits<kFormat, kBits, 0, 1, Kind::kPlain, true>;
-    if (!any.fits(args)) return gemv_of<Compact, gemv_kernel<Compact>>();
+    using WithTable = Traits<kFormat, kBits, 0, 1, Kind::kPlain, true>;
+    const GemvKernel with_table = gemv_of<WithTable, gemv_kernel<WithTable>>();
+    if (with_table.fits(args)) return with_table;
   }
-  return any;
+  using Any = Traits<kFormat, kBits, 0, 1, kIntegers ? Kind::kIntegers : Kind::kPlain>;
+  return gemv_of<Any, gemv_kernel<Any>>();
 }
 
 template <LowbitFormat kFormat, int kBits>

@@ -1,5 +1,5 @@
 // The products of a few tokens with low-bit weights, in int8 (of float8 weights: in fp16). gemv_int8.cu has the kernels
-// for up to 4 tokens, gemv_several.cu those for 3 to 8.
+// for up to 4 tokens, gemv_several.cu those for 2 to 8.
 #pragma once
 
 #include "device/mma.cuh"
@@ -7,6 +7,13 @@
 #include "lowbit/integers.cuh"
 
 namespace octofuse::lowbit {
+
+// By which a token's scales are multiplied.
+template <class Traits>
+__device__ inline float factor_of(const GemvArgs& args) {
+  constexpr float kOfFormat = kFactor<Traits::kFormat>;
+  return Traits::Code::kCodebook ? kOfFormat * args.levels.unit : kOfFormat;
+}
 
 constexpr int stages_in(int bytes, int stage) {
   return bytes < 3 * stage ? 3 : bytes > 16 * stage ? 16 : bytes / stage;
@@ -16,9 +23,9 @@ constexpr int stages_in(int bytes, int stage) {
 // (has_integers()): sums of all of K are integers.
 enum class Kind { kPlain, kNorm, kIntegers };
 
-// A kernel at compile time. kCompact: a codebook's smaller table. kSets: of tokens.
-template <LowbitFormat kFormat_, int kBits, int kGroups, int kRowTiles_, Kind kKind = Kind::kPlain,
-          bool kCompact = false, int kSets_ = 1>
+// A kernel at compile time. kTable: of a codebook's levels; else these are in registers. kSets: of tokens.
+template <LowbitFormat kFormat_, int kBits, int kGroups, int kRowTiles_, Kind kKind = Kind::kPlain, bool kTable = false,
+          int kSets_ = 1>
 struct Traits {
   static constexpr LowbitFormat kFormat = kFormat_;
   static constexpr int kRowTiles = kRowTiles_;
@@ -37,19 +44,20 @@ struct Traits {
   // and a deeper ring was slower.
   static constexpr int kDeep = stages_in((Stage::kTile < 1024 ? 112 : 160) << 10, kSlices* kBytes);
   static constexpr bool kShallowForOneStage = true;
-  static constexpr int kTableBytes = level_table_bytes(kFormat, kCompact);
-  using Table = LevelTable<kCompact>;
-  static constexpr int kZerosAt = level_zeros_at(kCompact);
+  static constexpr int kTableBytes = kTable ? kIntegerTableBytes : 0;
+  using LevelsInUse = std::conditional_t<kTable, LevelTable, LevelBytes>;
+  using Levels = std::conditional_t<Code::kCodebook, LevelsInUse, NoLevels>;
+  using OfLevels = std::conditional_t<kTable, PairedOperand, CodebookOperand>;
   using Operand =
-      std::conditional_t<Code::kCodebook, CodebookOperand, std::conditional_t<Code::kFloat8, HalfOperand, Int8Operand>>;
+      std::conditional_t<Code::kCodebook, OfLevels, std::conditional_t<Code::kFloat8, HalfOperand, Int8Operand>>;
   using Sum = typename Operand::Sum;
   using Reader = typename Operand::template Reader<kSets>;
 };
 
 // Adds the products of a step's 32 columns; `words`: this lane's codes of each row tile.
 template <class Traits>
-__device__ void multiply_step(const Int8Operand::Reader<Traits::kSets>& x, const typename Traits::Table& /*table*/,
-                              int step, const uint32_t (&words)[Traits::kRowTiles][Traits::Code::kWords],
+__device__ void multiply_step(const Int8Operand::Reader<Traits::kSets>& x, const NoLevels& /*levels*/, int step,
+                              const uint32_t (&words)[Traits::kRowTiles][Traits::Code::kWords],
                               int32_t (&acc)[Traits::kRowTiles * Traits::kSets][4]) {
   using Code = typename Traits::Code;
 #pragma unroll
@@ -64,7 +72,7 @@ __device__ void multiply_step(const Int8Operand::Reader<Traits::kSets>& x, const
 }
 
 template <class Traits>
-__device__ void multiply_step(const CodebookOperand::Reader<1>& x, const typename Traits::Table& table, int step,
+__device__ void multiply_step(const PairedOperand::Reader<1>& x, const LevelTable& levels, int step,
                               const uint32_t (&words)[Traits::kRowTiles][Traits::Code::kWords],
                               int32_t (&acc)[Traits::kRowTiles][4]) {
 #pragma unroll
@@ -74,14 +82,39 @@ __device__ void multiply_step(const CodebookOperand::Reader<1>& x, const typenam
 #pragma unroll
     for (int tile = 0; tile < Traits::kRowTiles; ++tile) {
       uint32_t a[4];
-      table.operand(words[tile][step * 2 + half], a);
+      levels.operand(words[tile][step * 2 + half], a);
       mma_int8<true>(a, b[0], b[1], acc[tile]);
     }
   }
 }
 
 template <class Traits>
-__device__ void multiply_step(const HalfOperand::Reader<1>& x, const typename Traits::Table& /*table*/, int step,
+__device__ void multiply_step(const Int8Operand::Reader<Traits::kSets>& x, const LevelBytes& levels, int step,
+                              const uint32_t (&words)[Traits::kRowTiles][Traits::Code::kWords],
+                              int32_t (&acc)[Traits::kRowTiles * Traits::kSets * 2][4]) {
+  constexpr int kTables = LevelBytes::kTables;
+#pragma unroll
+  for (int tile = 0; tile < Traits::kRowTiles; ++tile) {
+    uint32_t parts[4][kTables];  // of an operand's register
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t word = words[tile][step * 2 + i / 2];
+      levels.look_up(i % 2 == 0 ? word : word >> 16, parts[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kTables; ++i) {
+      const int part = i % 2 * 2 + i / 2;  // neighbouring products add to different sums
+      const uint32_t a[4] = {parts[0][part], parts[1][part], parts[2][part], parts[3][part]};
+#pragma unroll
+      for (int set = 0; set < Traits::kSets; ++set) {
+        mma_int8<true>(a, x.of(set, step, 0), x.of(set, step, 1), acc[(tile * Traits::kSets + set) * 2 + part / 2]);
+      }
+    }
+  }
+}
+
+template <class Traits>
+__device__ void multiply_step(const HalfOperand::Reader<1>& x, const NoLevels& /*levels*/, int step,
                               const uint32_t (&words)[Traits::kRowTiles][Traits::Code::kWords],
                               float (&acc)[Traits::kRowTiles * 2][4]) {
 #pragma unroll
@@ -107,6 +140,14 @@ __device__ inline void join_sums(float (&first)[4], float (&second)[4]) {
   }
 }
 
+// Sums of levels' low bytes with a token's high ones stand for as much as those of high with low ones.
+__device__ inline void join_sums(int32_t (&high)[4], int32_t (&low)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) high[i + 1] += low[i];
+#pragma unroll
+  for (int32_t& sum : low) sum = 0;
+}
+
 // Adds a segment's products to the sums of integers, of channels lane / 4 and lane / 4 + 8 and one token.
 template <class Traits>
 __device__ inline void add_integers(const Weight& w, char* stage, int segment, int tile, int lane, int sum,
@@ -128,7 +169,7 @@ __device__ inline void add_integers(const Weight& w, char* stage, int segment, i
 // The products of a k-block. x: this lane's columns of its tokens; scales_and_sums: of its token of the first set, one
 // for each segment.
 template <class Traits>
-__device__ void multiply(const Weight& w, typename Traits::Reader& x, const typename Traits::Table& table,
+__device__ void multiply(const Weight& w, typename Traits::Reader& x, const typename Traits::Levels& levels,
                          const ScaleAndSum* scales_and_sums, int tokens, char* stage, int lane,
                          typename Traits::Total (&y)[Traits::kRowTiles * Traits::kSets][2]) {
   using Stage = typename Traits::Stage;
@@ -149,7 +190,7 @@ __device__ void multiply(const Weight& w, typename Traits::Reader& x, const type
     typename Traits::Sum acc[kRowTiles * kSets * kSums][4] = {};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      multiply_step<Traits>(x, table, step, words, acc);
+      multiply_step<Traits>(x, levels, step, words, acc);
       if ((step + 1) * segments % kSteps != 0) continue;
       const int segment = step * segments / kSteps;
       int sum[kSets];

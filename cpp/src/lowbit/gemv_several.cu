@@ -1,9 +1,9 @@
-// 3 to 8 tokens against uniform codes, in the arithmetic of gemv_int8.cu: a token has the bits that it has alone. Of
-// more than four a second set meets the codes in registers behind the first. The tokens' bytes take much shared memory,
-// and a block converts all that it multiplies: so where there are clusters, and K has more k-blocks than slices, two
-// blocks divide the K slices. Each has 8 of them, for twice the row tiles: its warps form two teams with row tiles of
-// their own. Each finishes one team's outputs; the other half of these sums comes from the other block, and is taken
-// while the next unit of row tiles is multiplied, so that neither waits.
+// 2 to 8 tokens against uniform codes or a codebook's, in the arithmetic of gemv_int8.cu: a token has the bits that it
+// has alone. Of more than four a second set meets the codes in registers behind the first. The tokens' bytes take much
+// shared memory, and a block converts all that it multiplies: so where there are clusters, and K has more k-blocks than
+// slices, two blocks divide the K slices. Each has 8 of them, for twice the row tiles: its warps form two teams with
+// row tiles of their own. Each finishes one team's outputs; the other half of these sums comes from the other block,
+// and is taken while the next unit of row tiles is multiplied, so that neither waits.
 #include "device/block_pair.cuh"
 #include "lowbit/gemv_int8.cuh"
 #include "lowbit/kernels.h"
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kThreads, 1) several_kernel(const __grid_const
   if (!args.constant_weight) wait_for_predecessors();
   launch_dependents();
   WarpRing<Traits> ring(args, memory + args.layout.ring, args.stages, warp, lane, slice, first + of_team, next);
-  SeveralTokens<kLogTokens, kSegments> x_tokens(args, own, warp, memory);
+  SeveralTokens<typename Traits::Operand, kLogTokens, kSegments> x_tokens(args, own, warp, memory);
   if (!args.chained) x_tokens.load();  // else they may not be there yet
   ring.fill();
   UnitEnd<Traits> end(args, own, rank, memory);
@@ -199,12 +199,12 @@ __global__ void __launch_bounds__(kThreads, 1) several_kernel(const __grid_const
     wait_for_predecessors();
     x_tokens.load();
   }
-  x_tokens.convert(kFactor<Traits::kFormat>);
+  x_tokens.convert(factor_of<Traits>(args));
   __syncthreads();
   const int column = lane / 4;
   const char* const token = memory + (own.own_of(warp) * kTokens + column / 2) * 2 * kBlockK + lane % 4 * 16;
   const typename Traits::Reader first_columns(token, nullptr, column % 2 == 1, own.count() * kTokens * 2 * kBlockK);
-  const typename Traits::Table table(nullptr, lane);
+  const typename Traits::Levels levels(nullptr, args.levels, lane);
   const auto* const scales_and_sums = reinterpret_cast<const ScaleAndSum*>(memory + args.layout.scales_and_sums) +
                                       lane % 4 + own.own_of(warp) * kSegments * kTokens;
   const int scales_step = own.count() * kSegments * kTokens;
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kThreads, 1) several_kernel(const __grid_const
     const bool exists = unit + of_team < row_tiles;
 #pragma unroll 1
     for (int k_block = exists ? slice : k_blocks; k_block < k_blocks; k_block += kSlices) {
-      multiply<Traits>(args.w, columns, table, of_columns, kTokens, ring.wait(), lane, y);
+      multiply<Traits>(args.w, columns, levels, of_columns, kTokens, ring.wait(), lane, y);
       columns.advance();
       of_columns += scales_step;
       ring.advance();
@@ -229,17 +229,28 @@ __global__ void __launch_bounds__(kThreads, 1) several_kernel(const __grid_const
 
 // ---- the kernel of a weight ----
 
-template <int kBits, int kGroups, int kSets>
+template <LowbitFormat kFormat, int kBits, int kGroups, int kSets>
 GemvKernel with_row_tiles(int row_tiles) {
-  constexpr auto kFormat = LowbitFormat::kUniform;
   using One = Traits<kFormat, kBits, kGroups, 1, Kind::kPlain, false, kSets>;
   using Two = Traits<kFormat, kBits, kGroups, 2, Kind::kPlain, false, kSets>;
   return row_tiles == 1 ? gemv_of<One, several_kernel<One>>() : gemv_of<Two, several_kernel<Two>>();
 }
 
-template <int kBits, int kGroups>
+template <LowbitFormat kFormat, int kBits, int kGroups>
 GemvKernel with_sets(int log_tokens, int row_tiles) {
-  return log_tokens == 2 ? with_row_tiles<kBits, kGroups, 1>(row_tiles) : with_row_tiles<kBits, kGroups, 2>(row_tiles);
+  if constexpr (most_several(kFormat) > kTokensOfSet) {
+    if (log_tokens > 2) return with_row_tiles<kFormat, kBits, kGroups, 2>(row_tiles);
+  }
+  return with_row_tiles<kFormat, kBits, kGroups, 1>(row_tiles);
+}
+
+template <LowbitFormat kFormat, int kBits>
+GemvKernel with_groups(const GemvArgs& args, int row_tiles) {
+  if constexpr (several_takes_groups(kBits)) {
+    if (args.w.groups.segments == 2) return with_sets<kFormat, kBits, 2>(args.log_tokens, row_tiles);
+    if (args.w.groups.segments == 4) return with_sets<kFormat, kBits, 4>(args.log_tokens, row_tiles);
+  }
+  return with_sets<kFormat, kBits, 1>(args.log_tokens, row_tiles);
 }
 
 template <int kBits = 8>
@@ -247,11 +258,12 @@ GemvKernel with_bits(const GemvArgs& args, int bits, int row_tiles) {
   if constexpr (kBits > 1) {
     if (bits < kBits) return with_bits<kBits - 1>(args, bits, row_tiles);
   }
-  if constexpr (several_takes_groups(kBits)) {
-    if (args.w.groups.segments == 2) return with_sets<kBits, 2>(args.log_tokens, row_tiles);
-    if (args.w.groups.segments == 4) return with_sets<kBits, 4>(args.log_tokens, row_tiles);
-  }
-  return with_sets<kBits, 1>(args.log_tokens, row_tiles);
+  return with_groups<LowbitFormat::kUniform, kBits>(args, row_tiles);
+}
+
+GemvKernel kernel_for(const LowbitArgs& given, const GemvArgs& args, int row_tiles) {
+  if (given.format == LowbitFormat::kCodebook) return with_groups<LowbitFormat::kCodebook, 4>(args, row_tiles);
+  return with_bits(args, given.bits, row_tiles);
 }
 
 }  // namespace
@@ -260,9 +272,10 @@ void run_gemv_several(const LowbitArgs& given, int device, cudaStream_t stream) 
   GemvArgs args(given, {}, is_chained(stream, device), device);
   const SeveralShape shape(problem_of(given), args.room, device_capability(device).kernels_sm90a);
   args.several = true;
+  args.log_tokens = log_several_slots(given.m);
   args.log_divide = shape.divides ? 1 : 0;
   args.rows.k = static_cast<int>(round_up(given.k, 8));  // what lies behind the last column is zero
-  with_bits(args, given.bits, shape.row_tiles).launch("lowbit_gemv_several", args, device, stream);
+  kernel_for(given, args, shape.row_tiles).launch("lowbit_gemv_several", args, device, stream);
 }
 
 }  // namespace octofuse::lowbit

@@ -13,10 +13,11 @@ namespace octofuse::lowbit {
 // norm: in front of the token, or none.
 void run_gemv_binary(const LowbitArgs& args, const NormArgs& norm, int device, cudaStream_t stream);
 
-// Up to 4 tokens. Of 3 and 4 run_gemv_several() takes some.
+// Up to 4 tokens. Of 2 to 4 run_gemv_several() takes some.
 void run_gemv_int8(const LowbitArgs& args, const NormArgs& norm, int device, cudaStream_t stream);
 
-// 3 to 8, without a norm or a gate, of uniform codes; rows of x start at multiples of 8 elements. The same bits.
+// 3 to 8 beside uniform codes, 2 to 4 beside a codebook's, without a norm or a gate; rows of x start at multiples of 8
+// elements. The same bits.
 void run_gemv_several(const LowbitArgs& args, int device, cudaStream_t stream);
 
 // sm_90a: up to kMostGemmTokens, whose rows start at multiples of 16 bytes.

@@ -1,4 +1,4 @@
-// Several tokens on their way to shared memory, as Int8Operand's bytes: the integers and scales that gemv.cuh makes of
+// Several tokens on their way to shared memory, as an operand's bytes: the integers and scales that gemv.cuh makes of
 // a token alone, with less work for each. A lane has 8 neighbouring columns, and exchanges half of these with the lane
 // beside it, so that each has two registers of a product's columns.
 #pragma once
@@ -35,12 +35,17 @@ struct Converted {
   float scale;     // the value that the integer 1 stands for
   int sum;
 
+  // kHigh: they are the high bytes.
+  template <bool kHigh>
   __device__ void take_bytes(const uint4& share) {
-    scale = 1.0F;
+    scale = kHigh ? 1.0F / 256.0F : 1.0F;
     flips = 0;
     sum = __dp4a(static_cast<int>(share.x), 0x01010101, __dp4a(static_cast<int>(share.y), 0x01010101, 0));
 #pragma unroll
-    for (int j = 0; j < 4; ++j) pairs[j] = __byte_perm(j < 2 ? share.x : share.y, 0, j % 2 == 0 ? 0x4410 : 0x4432);
+    for (int j = 0; j < 4; ++j) {
+      constexpr int kSelectors[2] = {kHigh ? 0x1044 : 0x4410, kHigh ? 0x3244 : 0x4432};
+      pairs[j] = __byte_perm(j < 2 ? share.x : share.y, 0, kSelectors[j % 2]);
+    }
   }
 
   // What becomes of a k-block with a value that is NaN or infinite does not matter: its scale is NaN.
@@ -76,8 +81,10 @@ struct Converted {
 };
 
 // A warp has one of the tokens, of it every kStep-th of the block's pairs of k-blocks.
-template <int kLogTokens, int kSegments>
+template <class Operand, int kLogTokens, int kSegments>
 class SeveralTokens {
+  // As Operand::of_int8() has them.
+  static constexpr bool kInt8IsHigh = std::is_same_v<Operand, CodebookOperand>;
   static constexpr int kTokens = 1 << kLogTokens;
   static constexpr int kStep = kSlices >> kLogTokens;
   static constexpr int kAhead = 4;               // pairs requested at once
@@ -113,11 +120,11 @@ class SeveralTokens {
     // Registers go in an order that puts no two lanes of a warp into the same bank.
     swaps_[0] = lane_ >= 16;
     swaps_[1] = sixteen >= 4;
-    const int first = sixteen / 4 * Int8Operand::kHalf + (is_odd_ ? 32 : 0) + sixteen / 2 % 2 * 8 + sixteen % 2 * 4;
+    const int first = sixteen / 4 * Operand::kHalf + (is_odd_ ? 32 : 0) + sixteen / 2 % 2 * 8 + sixteen % 2 * 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int item = i ^ (swaps_[0] ? 1 : 0) ^ (swaps_[1] ? 2 : 0);
-      at_[i] = first + item % 2 * 16 + item / 2 * Int8Operand::kLow;
+      at_[i] = first + item % 2 * 16 + item / 2 * Operand::kLow;
     }
   }
 
@@ -131,7 +138,7 @@ class SeveralTokens {
       Converted of[kAhead];
       if (args_.rows.is_int8) {
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) of[i].take_bytes(share_[i]);
+        for (int i = 0; i < kAhead; ++i) of[i].template take_bytes<kInt8IsHigh>(share_[i]);
       } else {
         make_integers(of);
       }
@@ -173,8 +180,13 @@ class SeveralTokens {
     for (int j = 0; j < 2; ++j) {
       const uint32_t mine = is_odd_ ? of.pairs[2 + j] : of.pairs[j];
       const uint32_t others = __shfl_xor_sync(kFullWarp, is_odd_ ? of.pairs[j] : of.pairs[2 + j], 1);
-      words[j] = __byte_perm(mine, others, is_odd_ ? 0x3726U : 0x7362U);
-      words[2 + j] = __byte_perm(mine, others, is_odd_ ? 0x1504U : 0x5140U) ^ of.flips;
+      if constexpr (Operand::kCodesInTurn) {
+        words[j] = __byte_perm(mine, others, is_odd_ ? 0x3276U : 0x7632U);
+        words[2 + j] = __byte_perm(mine, others, is_odd_ ? 0x1054U : 0x5410U) ^ of.flips;
+      } else {
+        words[j] = __byte_perm(mine, others, is_odd_ ? 0x3726U : 0x7362U);
+        words[2 + j] = __byte_perm(mine, others, is_odd_ ? 0x1504U : 0x5140U) ^ of.flips;
+      }
     }
     swap(swaps_[0], words[0], words[1]);
     swap(swaps_[0], words[2], words[3]);

@@ -61,13 +61,10 @@ struct SharedLayout {
   }
 };
 
-// The levels of a codebook in a gemv block's shared memory (LevelTable in codes.cuh): a row for every byte, and zeros
-// behind them. A compact table is slower, and there where the other does not fit.
-constexpr int level_row(bool compact) { return compact ? 32 : 256; }
-constexpr int level_zeros_at(bool compact) { return 256 * level_row(compact); }
-constexpr int level_table_bytes(LowbitFormat format, bool compact) {
-  return format == LowbitFormat::kCodebook ? level_zeros_at(compact) + 256 : 0;
-}
+// The levels of a codebook in a gemv block's shared memory (LevelTable in codes.cuh): a row of 256 bytes for every
+// byte, and zeros behind them.
+constexpr int kLevelZerosAt = 256 * 256;
+constexpr int kIntegerTableBytes = kLevelZerosAt + 256;
 
 // Slots for tokens, as a power of two: 1, 2, 4 or 8.
 constexpr int log_slots(int64_t m) { return m > 4 ? 3 : m > 2 ? 2 : m == 2 ? 1 : 0; }
@@ -117,7 +114,7 @@ constexpr int least_int8_gemv(const LowbitProblem& problem, int row_tiles) {
   const int groups = int8_gemv_shape(problem).groups;
   const int stage = stage_bytes(problem.format, problem.bits, groups == 0 ? 4 : groups, row_tiles);
   return SharedLayout(k_blocks_of(problem.k), segments_of(problem.group), 1 << log_slots(problem.m), row_tiles,
-                      kShallowStages, stage, level_table_bytes(problem.format, true))
+                      kShallowStages, stage)
       .bytes;
 }
 constexpr int least_int8_gemv(const LowbitProblem& problem) {

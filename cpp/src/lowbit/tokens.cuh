@@ -119,7 +119,8 @@ __device__ inline uint32_t word_of(const uint4& words, int i) {
 struct Int8Operand {
   using Values = Integers;
   using Sum = int32_t;
-  static constexpr int kSums = 1;  // beside each other
+  static constexpr int kSums = 1;              // beside each other
+  static constexpr bool kCodesInTurn = false;  // else a register has columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9
   static constexpr int kLow = 64;
   static constexpr int kHalf = 128;  // of the steps
 
@@ -161,10 +162,10 @@ struct Int8Operand {
   }
 };
 
-// The same for products with both bytes of a codebook's levels, each beside its column's byte of the token: those of
+// The same for products with both bytes of a level (LevelTable), each beside its column's byte of the token: those of
 // the token's high bytes are [high, 0], those of its low bytes [low, high], so that their sums stand for 2^16 and for
 // 2^8. What low bytes of both make is left out: a column may lose 2^14, where the largest product is 2^30.
-struct CodebookOperand : Int8Operand {
+struct PairedOperand : Int8Operand {
   template <int kSets>
   struct Reader {
     static_assert(kSets == 1);
@@ -208,6 +209,26 @@ struct CodebookOperand : Int8Operand {
     made.low = 0;
     made.scale = 1.0F / 256.0F;
     return made;
+  }
+};
+
+// The same beside levels (LevelBytes) whose high and low bytes have products of their own. What low bytes of both make
+// is left out here as well. A register's bytes are in the order of a word's codes.
+struct CodebookOperand : Int8Operand {
+  static constexpr int kSums = 2;
+  static constexpr bool kCodesInTurn = true;
+
+  __device__ static Integers of_int8(uint32_t bytes) { return PairedOperand::of_int8(bytes); }
+
+  template <int kItems>
+  __device__ static void store(const Integers (&of)[kItems], char* const (&to)[kItems], const Columns& at) {
+    Integers in_turn[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      in_turn[i].high = __byte_perm(of[i].high, 0, 0x3120);
+      in_turn[i].low = __byte_perm(of[i].low, 0, 0x3120);
+    }
+    Int8Operand::store(in_turn, to, at);
   }
 };
 

@@ -6,7 +6,8 @@ share a power of two and become 16-bit integers, whose products with the codes a
 changes a value by at most 2^-14 of the largest of its 128, where fp16 itself rounds that one by up to 2^-12. x is copied
 where K or the distance of its rows is odd, or where it does not start at a multiple of two elements. Uniform codes with N
 a multiple of 16 and groups of at least 128 columns (4 and 8 bits: any): "gemv_int8" takes up to 8 tokens, of which x is
-copied where K or the distance of its rows is no multiple of 8, and "auto" does where that is faster.
+copied where K or the distance of its rows is no multiple of 8, and "auto" does where that is faster. Beside a codebook's
+it may take 2 to 4 tokens in the same way.
 
 More tokens, compute capability 9.0 (engines "gemm", "gemm_split" and "gemm_many"): weights are rounded once to x's dtype
 and multiplied on its tensor cores. "gemm" cuts K; the others make a weight for up to 256 tokens at a time, "gemm_split" by
