@@ -45,6 +45,15 @@ INTEGER_TOKENS = (1, 16, 2048)
 INTEGER_COLUMNS = {
     "w8a8": "octofuse quantised, chained", "w4a8-g128": "octofuse quantised, chained", "w4a16": "octofuse, chained",
 }  # fmt: skip
+# Of other kinds single linears were timed beside those of a kind above, in one run on one H200: results/h200/<topic>.json,
+# its columns, and how many tokens stand for a prompt. Not by layer, but the geometric mean over all.
+BESIDE = {
+    "codebook": ("codebook", "nf4", "w4a16-g64", 512),
+    "e4m3": ("codebook", "w8a16-fp8", "w8a16", 512),
+    "float8": ("float8", "exact sums", "int8", 4096),
+    "float8 blocks": ("float8", "blocks", "int8", 4096),
+    "outliers": ("outliers", "llm-int8", "w8a8-dynamic", 4096),
+}
 BATCH, BATCH_CONTEXT = 32, 8 + 256 // 2
 PROMPT_TOKENS, PROMPT_LENGTH = 8 * 2048, 2048
 
@@ -135,6 +144,23 @@ def of_integers() -> tuple[float, float]:
     return (some[integers] - one[integers]) / (some[few] - one[few]), many["w8a8"] / many[integers]
 
 
+def of_others() -> dict[str, dict[str, float]]:
+    """How many times as long a linear takes with one token, chained where that was timed, and with a prompt's."""
+
+    def times(topic: str, kind: str, other: str, m: int) -> float:
+        rows = json.loads((RESULTS / f"h200/{topic}.json").read_text())["rows"]
+        chained = ", chained"
+        ratios = [
+            row.get(kind + chained, row[kind]) / row.get(other + chained, row[other]) for row in rows if row["M"] == m
+        ]
+        return math.exp(float(np.mean(np.log(ratios))))
+
+    return {
+        name: {"step": times(topic, kind, other, 1), "prompt": times(topic, kind, other, many)}
+        for name, (topic, kind, other, many) in BESIDE.items()
+    }
+
+
 def of_gpu(gpu: str) -> dict[str, Any]:
     folder, bandwidth = RESULTS / gpu.lower(), BANDWIDTH[gpu]
     decode, lowbit = (json.loads((folder / f"{topic}.json").read_text()) for topic in ("decode", "lowbit"))
@@ -169,7 +195,7 @@ def of_gpu(gpu: str) -> dict[str, Any]:
     return {
         "measured on": decode["device"], "cpp": decode["cpp"], "bandwidth": bandwidth, "memory GB": MEMORY[gpu],
         "smallest GB": min(row["GB a step"] for row in decode["one"] if "GB a step" in row),
-        "kinds": kinds, "int8 tokens": int8_tokens, "caches": caches, "error": error,
+        "kinds": kinds, "int8 tokens": int8_tokens, "others": of_others(), "caches": caches, "error": error,
     }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from helpers import command
 from octofuse.assets import EMBEDDED
 from octofuse.models import quantize_, weight_bytes
 from octofuse.models.advise import SCHEMES, Timed, advise, empty_model, recommended, shape_of
-from octofuse.models.speed import measured_gpus, prompt_seconds, step_seconds
+from octofuse.models.speed import measured_gpus, prompt_seconds, step_seconds, was_timed
 from octofuse.nn import linear_layers
 from octofuse.quant import scheme_named
 from test_files import model_of
@@ -97,6 +97,26 @@ def test_int8_tokens_beside_few_bits(gpu: str) -> None:
     assert step_seconds(gpu, integers, large, 32, 0) < step_seconds(gpu, few, large, 32, 0)
     taken = [prompt_seconds(gpu, scheme, large, 8, 2048) for scheme in (int8, integers, few)]
     assert taken[0] < taken[1] < taken[2]
+
+
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [("nf4", "w4a16-g64"), ("w8a16-fp8", "w8a16"), ("fp8-dynamic", "w8a8-dynamic"), ("fp8-block128", "w8a8-dynamic"),
+     ("llm-int8", "w8a8-dynamic")],
+)  # fmt: skip
+def test_kinds_that_take_longer_than_their_bytes(gpu: str, name: str, like: str) -> None:
+    """By as much as single linears do, the output head aside; and no decoder was timed with them."""
+    shape = shape_of(empty_model(config()))
+    large = replace(shape, step_bytes=4_000_000_000, block_weights=7_000_000_000, head_bytes=1_000_000_000)
+    scheme, other = scheme_named(name), scheme_named(like)
+    assert not was_timed(gpu, scheme)
+    step = step_seconds(gpu, scheme, large, 1, 0) / step_seconds(gpu, other, large, 1, 0)
+    prompt = prompt_seconds(gpu, scheme, large, 8, 2048) / prompt_seconds(gpu, other, large, 8, 2048)
+    assert 1.0 < step < 1.35
+    assert 1.0 < prompt < 1.7
+    all_head = replace(large, head_bytes=large.step_bytes)
+    assert step_seconds(gpu, scheme, all_head, 1, 0) == step_seconds(gpu, other, all_head, 1, 0)
 
 
 def test_the_file_is_what_results_say() -> None:

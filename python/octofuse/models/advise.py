@@ -192,7 +192,7 @@ def shape_of(model: nn.Module) -> Shape:
         if isinstance(layer, nn.Linear) or is_conv1d(layer) or hasattr(layer, "scheme")
     )
     of_token = len(architecture.heads) * 2 * heads.pairs * heads.size * 2
-    return Shape(len(architecture.heads), weight_bytes(blocks) + head, numbers, of_token, heads.width)
+    return Shape(len(architecture.heads), weight_bytes(blocks) + head, numbers, of_token, heads.width, head)
 
 
 def embedded_loss(name: str) -> float | None:

@@ -5,7 +5,8 @@ benchmarks/fit_speed.py writes that file from this library's own benchmarks. A s
     weights' bytes / bandwidth * f  +  blocks * u  +  (B - 1) * block weights * s  +  cache's bytes / bandwidth * g
 
 and a prompt the longer of such a step of one sequence and of its multiplications. f, u, s, g and the rate of
-multiplications are those of a kind of weights; `error` says how far steps of models were off that the fit had not seen.
+multiplications are those of a kind of weights; codebooks, float8 and LLM.int8() take as many times as long as another kind
+as single linears do. `error` says how far steps of models were off that the fit had not seen.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Shape:
     """What of a decoder decides its speed.
 
     step_bytes: weights that a step reads, the output head's too. block_weights: their number, without the head's.
+    head_bytes: the head's of step_bytes, in floating point.
     cache_bytes: of a token. score_width: heads * head size, for attention within a prompt.
     """
 
@@ -32,6 +34,7 @@ class Shape:
     block_weights: int
     cache_bytes: int
     score_width: int
+    head_bytes: int = 0
 
 
 @cache
@@ -46,12 +49,28 @@ def kind_of(scheme: AnyScheme | None) -> str:
     if scheme is None:
         return "float"
     if isinstance(scheme, Scheme):
-        return "int8"  # float8 reads as many bytes
+        return "int8"
     if scheme.code == "sparse12":
         return "sparse12"
     if scheme.code == "bcq":
         return f"q{min(scheme.bits, 4)}"
     return f"w{8 if scheme.bits == 7 else scheme.bits}"  # whose kernels are as fast as those of 8 bits
+
+
+def _other(scheme: AnyScheme | None) -> str | None:
+    """What of benchmarks/fit_speed.py's BESIDE a scheme is, beside its kind."""
+    if isinstance(scheme, Scheme):
+        if scheme.values == "float8":
+            return "float8 blocks" if scheme.weights == "block" else "float8"
+        return None if scheme.outliers is None else "outliers"
+    if isinstance(scheme, WeightOnly) and scheme.is_codebook:
+        return "e4m3" if scheme.code == "e4m3" else "codebook"
+    return None
+
+
+def _times_as_long(found: dict[str, Any], scheme: AnyScheme | None, what: str) -> float:
+    other = _other(scheme)
+    return 1.0 if other is None else float(found["others"][other][what])
 
 
 def _costs(found: dict[str, Any], scheme: AnyScheme | None) -> dict[str, float]:
@@ -63,9 +82,7 @@ def _costs(found: dict[str, Any], scheme: AnyScheme | None) -> dict[str, float]:
 
 def was_timed(gpu: str, scheme: AnyScheme | None) -> bool:
     """Whether decoders of this kind were timed there; else it is put between others by the times of single linears."""
-    if isinstance(scheme, Scheme) and scheme.values == "float8":
-        return False
-    if isinstance(scheme, WeightOnly) and (scheme.is_codebook or scheme.has_int8_tokens):
+    if _other(scheme) is not None or (isinstance(scheme, WeightOnly) and scheme.has_int8_tokens):
         return False
     return bool(measured_gpus()[gpu]["kinds"][kind_of(scheme)]["models"])
 
@@ -75,8 +92,9 @@ def step_seconds(gpu: str, scheme: AnyScheme | None, shape: Shape, batch: int, c
     found = measured_gpus()[gpu]
     kind, bandwidth = _costs(found, scheme), found["bandwidth"]
     cache_bytes = shape.cache_bytes * batch * context
+    of_blocks = (shape.step_bytes - shape.head_bytes) * _times_as_long(found, scheme, "step")
     microseconds = (
-        kind["bytes"] * shape.step_bytes / bandwidth * 1e6
+        kind["bytes"] * (of_blocks + shape.head_bytes) / bandwidth * 1e6
         + kind["block us"] * shape.blocks
         + kind["sequence us"] * (batch - 1) * shape.block_weights / 1e9
         + found["caches"]["float16"] * cache_bytes / bandwidth * 1e6
@@ -91,4 +109,5 @@ def prompt_seconds(gpu: str, scheme: AnyScheme | None, shape: Shape, batch: int,
     products = 2.0 * shape.block_weights * batch * context
     attention = 2.0 * shape.blocks * shape.score_width * batch * context**2  # causal: half of 4
     least = step_seconds(gpu, scheme, shape, 1, 0)
+    products *= _times_as_long(found, scheme, "prompt")
     return max(least, float(products / kind["prompt rate"] + attention / found["kinds"]["float"]["prompt rate"]))
