@@ -116,7 +116,7 @@ def test_kinds_that_take_longer_than_their_bytes(gpu: str, name: str, like: str)
     assert 1.0 < step < 1.35
     assert 1.0 < prompt < 1.7
     all_head = replace(large, head_bytes=large.step_bytes)
-    assert step_seconds(gpu, scheme, all_head, 1, 0) == step_seconds(gpu, other, all_head, 1, 0)
+    assert step_seconds(gpu, scheme, all_head, 1, 0) < step_seconds(gpu, other, all_head, 1, 0) * (1 + step) / 2
 
 
 def test_the_file_is_what_results_say() -> None:

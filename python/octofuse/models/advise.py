@@ -21,8 +21,8 @@ from octofuse.nn.linear import is_conv1d
 from octofuse.quant import scheme_named
 
 SCHEMES = (
-    FLOAT, "w8a8-dynamic", "w8a8-static-mse-smooth", "w8a16", "w4a16-g128", "w4a16-g128-zp-gptq", "w3a16-g128-gptq",
-    "w4a8-g128-mse", "bcq-q4-g128", "bcq-q3-g128", "bcq-q2-g128",
+    FLOAT, "w8a8-dynamic", "w8a8-static-mse-smooth", "llm-int8", "fp8-dynamic", "w8a16", "w4a16-g128",
+    "w4a16-g128-zp-gptq", "nf4", "w3a16-g128-gptq", "w4a8-g128-mse", "bcq-q4-g128", "bcq-q3-g128", "bcq-q2-g128",
 )  # fmt: skip
 MAX_LOSS = 0.03
 AS_FAST = 0.05  # a difference in speed that estimates do not tell apart

@@ -92,10 +92,11 @@ def step_seconds(gpu: str, scheme: AnyScheme | None, shape: Shape, batch: int, c
     found = measured_gpus()[gpu]
     kind, bandwidth = _costs(found, scheme), found["bandwidth"]
     cache_bytes = shape.cache_bytes * batch * context
-    of_blocks = (shape.step_bytes - shape.head_bytes) * _times_as_long(found, scheme, "step")
+    times = _times_as_long(found, scheme, "step")
+    of_blocks = shape.step_bytes - shape.head_bytes
     microseconds = (
-        kind["bytes"] * (of_blocks + shape.head_bytes) / bandwidth * 1e6
-        + kind["block us"] * shape.blocks
+        kind["bytes"] * (times * of_blocks + shape.head_bytes) / bandwidth * 1e6
+        + kind["block us"] * times * shape.blocks
         + kind["sequence us"] * (batch - 1) * shape.block_weights / 1e9
         + found["caches"]["float16"] * cache_bytes / bandwidth * 1e6
     )
