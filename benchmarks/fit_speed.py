@@ -147,18 +147,17 @@ def of_integers() -> tuple[float, float]:
 def of_others() -> dict[str, dict[str, float]]:
     """How many times as long a linear takes with one token, chained where that was timed, and with a prompt's."""
 
-    def times(topic: str, kind: str, other: str, m: int) -> float:
-        rows = json.loads((RESULTS / f"h200/{topic}.json").read_text())["rows"]
-        chained = ", chained"
-        ratios = [
-            row.get(kind + chained, row[kind]) / row.get(other + chained, row[other]) for row in rows if row["M"] == m
-        ]
-        return math.exp(float(np.mean(np.log(ratios))))
+    def of_row(row: dict[str, Any], column: str) -> float:
+        time: float = row.get(f"{column}, chained", row[column])
+        return time
 
-    return {
-        name: {"step": times(topic, kind, other, 1), "prompt": times(topic, kind, other, many)}
-        for name, (topic, kind, other, many) in BESIDE.items()
-    }
+    found = {}
+    for name, (topic, kind, other, many) in BESIDE.items():
+        rows = json.loads((RESULTS / f"h200/{topic}.json").read_text())["rows"]
+        ratios = {m: [of_row(row, kind) / of_row(row, other) for row in rows if row["M"] == m] for m in (1, many)}
+        step, prompt = (math.exp(float(np.mean(np.log(ratios[m])))) for m in (1, many))
+        found[name] = {"step": step, "prompt": prompt}
+    return found
 
 
 def of_gpu(gpu: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Shape:
     block_weights: int
     cache_bytes: int
     score_width: int
-    head_bytes: int = 0
+    head_bytes: int
 
 
 @cache
