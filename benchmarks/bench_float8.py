@@ -2,7 +2,8 @@
 
 Scales per token and channel with bias and bf16 output; `_scaled_mm` per row likewise, and per tensor without them. "fast":
 the tensor cores add up all of K, as the peers' use_fast_accum=True; "exact sums": every 128 columns in fp32, as their
-False; "blocks": scales of 1 x 128 and 128 x 128. Every kernel waits for the one before it.
+False; "blocks": scales of 1 x 128 and 128 x 128. Every kernel waits for the one before it; from 50 us on each has the clock
+that the card's power limit leaves it (`settle` of device_times).
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 
 import octofuse
 from bench_gemm import L2_BYTES
-from octofuse.ops.measure import Captured, device_times, overlap
+from octofuse.ops.measure import Captured, device_times, overlap, settling
 from peers import vllm
 
 E4M3 = torch.float8_e4m3fn
+BYTES, OPERATIONS = 4e12, 1.5e15  # a second, about
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (10240, 8192), (57344, 8192), (8192, 28672),
            (21504, 7168), (28672, 7168), (7168, 28672))  # fmt: skip
 ROWS = (1, 2, 7, 16, 33, 64, 128, 256, 512, 1000, 2048, 4096)
@@ -95,7 +97,9 @@ def measured(m: int, n: int, k: int, repeats: int) -> dict[str, Any]:
         graphs = {
             name: Captured([lambda s=s, f=f: f(s) for s in sets]) for name, f in columns().items() if serves(f, sets[0])
         }
-    times = {name: round(us, 2) for name, us in device_times(graphs, repeats=repeats).items()}
+    settle = settling(max(n * k / BYTES, 2.0 * m * n * k / OPERATIONS))
+    repeats = 1 if settle else repeats
+    times = {name: round(us, 2) for name, us in device_times(graphs, repeats=repeats, settle=settle).items()}
     fastest = min(us for name, us in times.items() if name.startswith(("torch", "vLLM")))
     return {"M": m, "N": n, "K": k, **times, "peers / fast": round(fastest / times["fast"], 3)}
 
@@ -106,7 +110,7 @@ def mean(values: list[float]) -> float:
 
 def run(smoke: bool) -> dict[str, Any]:
     weights, rows = (WEIGHTS[:1], (1, 256)) if smoke else (WEIGHTS, ROWS)
-    found = [measured(m, n, k, 3 if smoke or m >= 1000 else 5) for n, k in weights for m in rows]
+    found = [measured(m, n, k, 3 if smoke else 5) for n, k in weights for m in rows]
     large = [row for row in found if row["M"] >= 1000] or found
     few = [row for row in found if row["M"] <= 64]
     return {

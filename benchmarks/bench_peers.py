@@ -26,7 +26,7 @@ import torch
 
 from bench_lowbit import warm_up
 from bench_prompts import SHAPES
-from octofuse.ops.measure import Captured, device_times, overlap
+from octofuse.ops.measure import Captured, device_times, overlap, settling
 from octofuse.testing.timing import environment
 from peers import found, kernels_of, versions_of
 from peers.layer import FAMILIES, Kernel, Layer, Tokens, compared_rows, random_layer, relative_error, tokens_of
@@ -35,8 +35,6 @@ TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 GRAPH = 1.5e-3  # seconds that a graph should take, or 48 calls
 BYTES, OPERATIONS = 4e12, 1e15  # a second, about
 COMPILING = 40  # seconds that a row waits for its kernel
-POWER_LIMITED = 5e-5  # seconds: calls that take longer make the card lower its clock
-SETTLE = 0.1  # seconds in which it does that
 
 Row = tuple[str, int, int, int]  # family, M, N, K
 
@@ -81,8 +79,8 @@ class Bench:
                 if kernel.name.startswith(("octofuse", "fp16")):
                     raise
                 failed[kernel.name] = f"{type(error).__name__}: {str(error)[:200]}"
-        settle = SETTLE if self.seconds(tokens) > POWER_LIMITED else 0.0
-        repeats = 3 if settle else 9
+        settle = settling(self.seconds(tokens))
+        repeats = 2 if settle else 9
         us = {name: round(t, 2) for name, t in device_times(graphs, repeats=repeats, settle=settle).items()}
         compared = [kernel.name for kernel in self.kernels if kernel.compared and kernel.name in us]
         shape = {"family": self.layer.family, "M": m, "N": self.layer.n, "K": self.layer.k}

@@ -7,6 +7,7 @@
     python benchmarks/sweep_gemm.py --float8 --out benchmarks/results/h200 # sweep_float8.json
     python benchmarks/sweep_gemm.py --huge --out benchmarks/results/h200  # sweep_huge.json
     python benchmarks/sweep_power.py --out benchmarks/results/h200        # sweep_power.json
+    python benchmarks/sweep_settled.py benchmarks/results/h200/sweep*.json --out benchmarks/results/h200  # calls over 50 us
     python benchmarks/fit_select.py benchmarks/results/h200/sweep*.json   # anywhere that octofuse is installed
 
 and for a GPU whose sweep knew an earlier one's models, and left out what these put far behind:
@@ -14,10 +15,10 @@ and for a GPU whose sweep knew an earlier one's models, and left out what these 
     python benchmarks/fit_select.py benchmarks/results/h100/sweep*.json --like benchmarks/results/h200/sweep*.json
 
 For every kernel it fits the non-negative numbers of gemm.h's TimeModel, near-best points weighing most, the last one by
-products that are so large that power limits them. For every swept shape it keeps the kernel that was fastest, or whose step
-was, where the fastest alone makes a step longer by more than NOISE. From STEADY on, where a kernel's energy counts as soon
-as a prompt lasts, the fastest is that of the geometric mean of its time in turns with others and of its time by itself
-(sweep_power.json). Prints how far the models' choices lie from the best.
+products that are so large that power limits them. For every swept shape it keeps the kernel that was fastest, or whose
+step was, where the fastest alone makes a step longer by more than NOISE. Where a kernel's energy counts as soon as a
+prompt lasts, the fastest is that behind calls of its own (sweep_settled.json). Prints how far the models' choices lie
+from the best.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ ARITHMETICS = {"kInt8": "", "kFloat8": "wgmma_float8/", "kFloat8Fast": "wgmma_fl
 NOISE = 1.005  # between two measurements of a step
 # candidates.cpp's: millions of products from which on power limits their rate, and the factor of kernels not timed there.
 LIMITED, UNTIMED = 2e5, 1.25
-STEADY = 100  # 1e9 products
 Times = dict[tuple[int, ...], dict[str, float]]  # us by (M, N, K) and kernel
 CPP = Path(__file__).resolve().parents[1] / "cpp/src/gemm"
 HEADER = "// Written by benchmarks/fit_select.py on {device} from {sources}: measured.cpp's Table. Microseconds."
@@ -64,16 +64,6 @@ def non_negative_fit(a: np.ndarray, b: np.ndarray, rounds: int = 2000) -> np.nda
         for j in range(len(x)):
             x[j] = max(0.0, x[j] + (target[j] - gram[j] @ x) / gram[j, j])
     return x
-
-
-def weighed(times: Times, rates: dict[str, float]) -> Times:
-    """The times by which the fastest is chosen; `rates`: us for 1e9 products alone, of the kernels that have one."""
-    found = {}
-    for mnk, row in times.items():
-        products = math.prod(mnk) / 1e9
-        steady = {name: math.sqrt(t * rates[name] * products) for name, t in row.items() if name in rates}
-        found[mnk] = row | steady if products >= STEADY else row
-    return found
 
 
 def fit(times: Times, rates: dict[str, float]) -> dict[str, np.ndarray]:
@@ -153,11 +143,11 @@ def fastest(row: dict[str, float] | None, steps: dict[str, float] | None, names:
     return names.index(alone)
 
 
-def times_of(records: list[dict]) -> Times:
+def times_of(records: list[dict], kind: str = "us") -> Times:
     known = set(_C.candidates())  # a sweep may name kernels that have since gone
     times: Times = {}
     for record in records:
-        for key, row in record.get("us", {}).items():
+        for key, row in record.get(kind, {}).items():
             found = {name: t for name, t in row.items() if name in known}
             mnk = tuple(map(int, key.split(",")))
             before = times.get(mnk, {})
@@ -192,6 +182,11 @@ def of_engine(times: Times, engine: str) -> Times:
     return {mnk: row for mnk, row in found.items() if row}
 
 
+def chosen_by(times: Times, settled: Times, engine: str) -> Times:
+    """The times of an engine by which a shape's kernel is chosen: those behind calls of its own where there are such."""
+    return of_engine(times, engine) | of_engine(settled, engine)
+
+
 def part(arithmetic: str, times: Times, steps: dict[str, dict[str, float]],
          names: list[str]) -> list[str]:  # fmt: skip
     """Lines of the table: a Measured::Part."""
@@ -213,10 +208,12 @@ def main() -> None:
     rates = {name: us for record in records for name, us in record.get("us for 1e9 products", {}).items()}
     steps = {key: row for record in records for key, row in record.get("us a block", {}).items()}
     times = times_of(records)
+    settled = times_of(records, "us, settled")
     fill(times, times_of([json.loads(source.read_text()) for source in args.like]))
     models = fit(times, rates)
     names = list(models)
-    timed = {mnk: {name: t for name, t in row.items() if name in models} for mnk, row in times.items()}
+    timed, settled = ({mnk: {name: t for name, t in row.items() if name in models} for mnk, row in found.items()}
+                      for found in (times, settled))  # fmt: skip
     for arithmetic, engine in ARITHMETICS.items():
         own = of_engine(times, engine)
         if not own:
@@ -232,7 +229,7 @@ def main() -> None:
     text += ["    },", "    {"]
     for arithmetic, engine in ARITHMETICS.items():
         # Steps were measured of int8.
-        text += part(arithmetic, of_engine(weighed(timed, rates), engine), {} if engine else steps, names)
+        text += part(arithmetic, chosen_by(timed, settled, engine), {} if engine else steps, names)
     text += ["    },", "}", ""]
     target = CPP / f"measured_{sources[0].resolve().parent.name}.inc"
     target.write_text("\n".join(text))

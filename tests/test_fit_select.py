@@ -6,8 +6,6 @@ import sys
 from itertools import permutations
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import fit_select
@@ -31,13 +29,16 @@ def test_sweeps_of_int8_leave_those_of_float8_alone() -> None:
         assert fit_select.of_engine({(1, 64, 64): found}, "wgmma_float8/") == {(1, 64, 64): {EXACT: 4.0}}
 
 
-def test_large_products_are_chosen_by_power_too() -> None:
-    small, large = (64, 64, 64), (8192, 8192, 8192)
-    times = {shape: {INT8: 900.0, FAST: 1000.0, EXACT: 700.0} for shape in (small, large)}
-    found = fit_select.weighed(times, {INT8: 1.6, FAST: 1.4})
-    assert found[small] == times[small]
-    assert found[large][EXACT] == 700.0, "no rate: what it took"
-    assert found[large][INT8] == pytest.approx((900 * 1.6 * 8192**3 / 1e9) ** 0.5)
+def test_long_calls_are_chosen_by_times_behind_calls_of_their_own() -> None:
+    wide = "wgmma/128x192_pingpong"
+    sweeps = [
+        {"us": {"64,64,64": {INT8: 1.0, FAST: 2.0}, "8192,8192,8192": {INT8: 700.0, wide: 720.0, FAST: 900.0}}},
+        {"us, settled": {"8192,8192,8192": {INT8: 760.0, wide: 730.0}}},
+    ]
+    times, settled = (fit_select.times_of(sweeps, kind) for kind in ("us", "us, settled"))
+    found = fit_select.chosen_by(times, settled, "")
+    assert found == {(64, 64, 64): {INT8: 1.0}, (8192, 8192, 8192): {INT8: 760.0, wide: 730.0}}
+    assert fit_select.chosen_by(times, settled, "wgmma_float8_fast/")[8192, 8192, 8192] == {FAST: 900.0}
 
 
 def test_kernels_that_the_library_leaves_out_teach_no_model() -> None:

@@ -35,9 +35,9 @@ def test_tokens_decide() -> None:
     assert select(m=384)["chosen"] == select(m=256, n=6144)["chosen"] == select(m=768, n=2048)["chosen"] == "gemm_split"
     assert select(m=385)["chosen"] == select(m=257, n=6144)["chosen"] == select(m=2000)["chosen"] == "gemm_many"
     assert select("planes", 4, m=1025)["chosen"] == select(m=769, n=1920)["chosen"] == "dequantized"
-    assert select(bits=8, m=4096, k=10240)["chosen"] == select(bits=5, m=8192, k=10240)["chosen"] == "dequantized"
+    assert select(bits=8, m=8192, k=10240)["chosen"] == select(bits=5, m=8192, k=10240)["chosen"] == "dequantized"
     for few in (
-        {"bits": 8, "m": 4095, "k": 10240},
+        {"bits": 8, "m": 8191, "k": 10240},
         {"bits": 8, "m": 8192, "k": 10239},
         {"bits": 4, "m": 8192, "k": 14336},
     ):

@@ -56,14 +56,14 @@ class Layer:
     def copies(self) -> int:
         return max(2, min(128, -(-ROTATED // (self.n * self.k * self.bits // 8))))
 
-    def dequantized(self, zero: float) -> Tensor:
+    def dequantized(self) -> Tensor:
         """fp32 [N, K]."""
-        groups = (self.codes.float() - zero).view(self.n, self.scale.shape[1], -1)
+        groups = (self.codes.float() - self.half).view(self.n, self.scale.shape[1], -1)
         return (groups * self.scale.float()[:, :, None]).view(self.n, self.k)
 
     def float8(self) -> tuple[Tensor, Tensor]:
         """The same weight in e4m3 [N, K], with scales fp32 [N, 1]."""
-        codes, scale = octofuse.quantize_per_token(self.dequantized(self.half).half(), E4M3)
+        codes, scale = octofuse.quantize_per_token(self.dequantized().half(), E4M3)
         return codes, scale
 
 
@@ -138,7 +138,6 @@ class Kernel:
     prepare: Callable[[Layer], tuple[Any, ...]]
     call: Callable[..., Tensor]
     tolerance: float = 8e-3  # of the relative error, in the Frobenius norm, beside the dequantised product
-    zero: float | None = None  # the code that stands for 0, where it is not the middle
     adds_bias: bool = False
     adapt: Callable[..., Any] | None = None  # (tokens, *prepared) -> tokens, before the clock runs
     compared: bool = True  # it does the family's work, so it may be its fastest
@@ -160,6 +159,5 @@ class Kernel:
 
     def expected(self, layer: Layer, tokens: Tokens) -> Tensor:
         """fp32, of the tokens that are compared."""
-        zero = layer.half if self.zero is None else self.zero
-        y = tokens.compared(self.takes) @ layer.dequantized(zero).t()
+        y = tokens.compared(self.takes) @ layer.dequantized().t()
         return y + layer.bias.float() if self.adds_bias and layer.bias is not None else y

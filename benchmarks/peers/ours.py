@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 import octofuse
-from octofuse.quant.grid import middle
 from octofuse.quant.packing import pack
 from peers.layer import GROUP, Kernel, Layer, has_int8_tokens
 
@@ -21,7 +20,7 @@ def load() -> None:
 def kernels(family: str) -> list[Kernel]:
     if not has_int8_tokens(family):
         bits = int(family[1])
-        return both(Kernel("octofuse", "fp16", grid_weight, woq(bits, GROUP), zero=middle(bits)))
+        return both(Kernel("octofuse", "fp16", grid_weight, woq(bits, GROUP)))
     prepare, call = {
         "w8a8": (int8_weight, int8_linear),
         "w4a8": (grid_weight, woq(4, None)),
@@ -54,10 +53,12 @@ def grid_weight(layer: Layer) -> tuple[Any, ...]:
 def woq(bits: int, group: int | None) -> Callable[..., Tensor]:
     more: dict[str, Any] = {"bits": bits, "group": group, "constant_weight": True}
 
+    zero = 1 << bits - 1  # the others' too: beside weights with more digits or fewer zeros a product takes more power
+
     def call(x: Any, packed: Tensor, scale: Tensor) -> Tensor:
         if isinstance(x, Tensor):
-            return octofuse.woq_linear(x, packed, scale, **more)
-        return octofuse.woq_linear(x[0], packed, scale, 1 << bits - 1, x_scale=x[1], **more)
+            return octofuse.woq_linear(x, packed, scale, zero, **more)
+        return octofuse.woq_linear(x[0], packed, scale, zero, x_scale=x[1], **more)
 
     return call
 

@@ -29,7 +29,7 @@ def kernels(family: str) -> list[Kernel]:
 
 
 def half_weight(layer: Layer) -> tuple[Any, ...]:
-    return (layer.dequantized(layer.half).half(),)
+    return (layer.dequantized().half(),)
 
 
 def row_weight(layer: Layer) -> tuple[Any, ...]:

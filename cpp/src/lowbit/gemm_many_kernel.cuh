@@ -235,6 +235,13 @@ inline HandoverArgs handover_args(const GemmKernel& kernel, int clusters, const 
   return {reinterpret_cast<float4*>(memory), reinterpret_cast<uint64_t*>(memory + bytes), next_mark()};
 }
 
+// Tiles of tokens of a band (ManyWalk): it goes through all weights before the next one, so its tokens are to stay in
+// L2, whose halves each keep a copy, while the weights, which are fewer bytes, pass by (cpp/README.md).
+inline int band_of(int k_blocks, int token_size, int tile_tokens) {
+  constexpr int64_t kStays = 10 << 20;
+  return static_cast<int>(std::max<int64_t>(1, kStays / (int64_t{k_blocks} * kBlockK * token_size * tile_tokens)));
+}
+
 // A call by the kernel for its weight and shape.
 inline void launch_gemm_many(const LowbitArgs& given, const GemmKernel& kernel, const ManyShape& shape, int device,
                              cudaStream_t stream, const Allocator& allocate) {
@@ -255,6 +262,7 @@ inline void launch_gemm_many(const LowbitArgs& given, const GemmKernel& kernel, 
   args.k_blocks = w.k_blocks;
   args.token_tiles = shape.token_tiles;
   args.channel_pairs = shape.channel_pairs;
+  args.band = band_of(w.k_blocks, kernel.token_size, shape.tokens);
   args.clusters = static_cast<int>(std::min<int64_t>(device_capability(device).sm_count / kSharing, shape.tiles()));
   const auto left_over = static_cast<int>(shape.tiles() % args.clusters);
   if (shape.shares && left_over > 0 && shape.tiles() > args.clusters) {

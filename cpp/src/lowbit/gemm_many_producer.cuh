@@ -19,6 +19,7 @@ struct ManyArgs : GemmArgs {  // layout: where a block has two rings, of the wei
   int token_stages;  // of the tokens' ring, a run each; 0 where there is one ring
   int clusters;      // in all
   int token_tiles, channel_pairs;
+  int band;          // tiles of tokens
   int shared_tiles;  // the first tiles, of which every cluster has as many k-blocks; 0: all tiles are whole
   HandoverArgs handover;
   bool by_pieces;  // of 16 bytes: outputs of 16 bits
@@ -41,7 +42,6 @@ static_assert(sizeof(ManyBarriers) <= kBarrierBytes - kBarriersOfStage);
 // piece. Bands of tiles of tokens, so that clusters that run side by side read few different tokens and weights.
 template <class Traits>
 class ManyWalk {
-  static constexpr int kBand = 2048 / Traits::kTokens;
   static constexpr int kLeastPart = 2;  // k-blocks: of two blocks that divide K the second may have one less
   const ManyArgs& args_;
   int step_ = -1;
@@ -107,12 +107,12 @@ class ManyWalk {
 
   // A tile's k-blocks of a block from `from` to `to`.
   __device__ void place(int tile, int from, int to) {
-    const int band = tile / (kBand * args_.channel_pairs);
-    const int height = min(kBand, args_.token_tiles - band * kBand);
-    const int rest = tile - band * kBand * args_.channel_pairs;
+    const int band = tile / (args_.band * args_.channel_pairs);
+    const int height = min(args_.band, args_.token_tiles - band * args_.band);
+    const int rest = tile - band * args_.band * args_.channel_pairs;
     const int pair = rest / height;
     // The last tile starts early enough to be full; it repeats tokens of the one before, and both write the same bits.
-    token = max(0, min((band * kBand + rest - pair * height) * Traits::kTokens, args_.m - Traits::kTokens));
+    token = max(0, min((band * args_.band + rest - pair * height) * Traits::kTokens, args_.m - Traits::kTokens));
     channel_tile = Traits::kSplitsK ? pair : pair * kSharing + static_cast<int>(blockIdx.x) % kSharing;
     takes = from > 0;
     gives = to < length();

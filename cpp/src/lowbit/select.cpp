@@ -96,9 +96,9 @@ bool is_better_dequantised(const LowbitProblem& problem) {
   constexpr int64_t kMostTokensOfPlanes = 1024;
   if (problem.format == LowbitFormat::kPlanes && problem.bits > 3 && problem.m > kMostTokensOfPlanes) return true;
   // Where the card's power limit decides, bytes of weights that every block reads again count.
-  constexpr int64_t kLongRows = 10240, kManyTokens = 4096;
+  constexpr int64_t kLongRows = 10240, kManyTokens = 8192;
   if (problem.format == LowbitFormat::kUniform && problem.bits > 4 && problem.k >= kLongRows) {
-    return problem.m >= (problem.bits == 8 ? kManyTokens : 2 * kManyTokens);
+    return problem.m >= kManyTokens;
   }
   return lowbit::GemmShape::is_split_by_4(problem.n, lowbit::k_blocks_of(problem.k));
 }

@@ -57,20 +57,29 @@ def device_time(calls: Sequence[Callable[[], Any]], *, repeats: int = 25) -> flo
     return device_times({"": Captured(calls)}, repeats=repeats)[""]
 
 
+ORDER = random.Random(0)  # for all calls: with one for each, a column of a table always followed the same other one
+POWER_LIMITED = 5e-5  # seconds: calls that take longer make the card lower its clock
+SETTLE = 0.3  # seconds in which it does that
+
+
+def settling(seconds: float) -> float:
+    """What `device_times` is to be given for calls that take so many seconds."""
+    return SETTLE if seconds > POWER_LIMITED else 0.0
+
+
 def device_times(graphs: Mapping[str, Captured], *, repeats: int = 25, settle: float = 0.0) -> dict[str, float]:
     """Median microseconds of one call of each.
 
     Replays take turns in changing order, so that a drifting clock drifts for all alike, and each that counts follows one
     of its own, or as many as fill `settle` seconds: under a power limit a kernel runs faster behind one that spares the
-    card. With either alone the same kernel differed by 4 to 15 % in two columns. Where the limit decides, replays of a few
-    ms still have the clock that the kernels before them left: kernels for 8192 x 8192 x 8192 (H200, 690 W) took from 5 %
-    less to 5 % more behind one replay than behind 0.2 s of them.
+    card. With either alone the same kernel differed by 4 to 15 % in two columns. Where the limit decides (H200, 690 W), a
+    kernel behind idle time starts 14 % faster than it goes on; behind one that spares the card it is 8 % slower after
+    0.1 s; from 0.2 or 0.3 s on it takes the same, whatever was before.
     """
     times: dict[str, list[float]] = {name: [] for name in graphs}
-    order = random.Random(0)
     names = list(graphs)
     for _ in range(repeats):
-        order.shuffle(names)
+        ORDER.shuffle(names)
         for name in names:
             once = graphs[name].replay() * graphs[name].count * 1e-6
             for _ in range(int(settle / once)):
