@@ -2,8 +2,8 @@
 
 Scales per token and channel with bias and bf16 output; `_scaled_mm` per row likewise, and per tensor without them. "fast":
 the tensor cores add up all of K, as the peers' use_fast_accum=True; "exact sums": every 128 columns in fp32, as their
-False; "blocks": scales of 1 x 128 and 128 x 128. Every kernel waits for the one before it; from 50 us on each has the clock
-that the card's power limit leaves it (`settle` of device_times).
+False; "blocks": scales of 1 x 128 and 128 x 128. Every kernel waits for the one before it; in rows whose
+product should take more than 50 us each has the clock that the card's power limit leaves it (`settle` of device_times).
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@ behind calls of its own (`settle` of device_times): sweep_settled.json, for fit_
     python benchmarks/sweep_settled.py benchmarks/results/h200/sweep*.json --out benchmarks/results/h200
 
 In turns of a few ms a kernel runs at the clock that those before it left, and 512 x 10240 x 8192 by the fastest of such a
-sweep took 65 us there and 83 us behind calls of its own (float8, one H200). Prompts keep the card busy for longer.
+sweep took 65 us there and 78 behind calls of its own (float8, one H200). Prompts keep the card busy for longer.
+
+fit_select.py takes these times alone where there are any: a new kernel needs both, its own in the other sweeps and these.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 import octofuse
 from bench_float8 import operands
 from fit_select import Times, of_engine, times_of
-from octofuse.ops.measure import POWER_LIMITED, Captured, device_times, overlap, settling
+from octofuse.ops.measure import POWER_LIMITED, SETTLE, Captured, device_times, overlap
 from octofuse.testing.timing import environment
 
 ENGINES = {"int8": "", "float8, fast sums": "wgmma_float8_fast/"}  # what the names of their kernels begin with
@@ -54,7 +56,7 @@ def settled_row(names: list[str], m: int, n: int, k: int) -> dict[str, float]:
     sets = operands(m, n, k)[:3]  # what they read is far from all
     with overlap(False):
         graphs = {name: Captured([call_of(name, s) for s in sets], least=6) for name in names}
-    times = device_times(graphs, repeats=REPEATS, settle=settling(1.0))
+    times = device_times(graphs, repeats=REPEATS, settle=SETTLE)
     return {name: round(us, 3) for name, us in times.items()}
 
 
@@ -67,7 +69,9 @@ def main() -> None:
     end = time.monotonic() + args.seconds
     times = times_of([json.loads(source.read_text(encoding="utf-8")) for source in args.sources])
     settled: dict[str, dict[str, float]] = {}
-    record = {**environment("python benchmarks/sweep_settled.py"), "us, settled": settled}
+    names = " ".join(map(str, args.sources))
+    about = environment(f"python benchmarks/sweep_settled.py {names} --out {args.out}")
+    record = {**about, "seconds of its own before": SETTLE, "us, settled": settled}
     args.out.mkdir(parents=True, exist_ok=True)
     for engine in ENGINES.values():
         for mnk, row in long_shapes(times, engine).items():

@@ -97,11 +97,12 @@ def test_many_tokens_epilogues(n: int, m: int, k: int, dtype: torch.dtype, engin
     assert (odd.multiply(x, engine=engine).double() - want).abs().max() <= 4 * step * want.abs().max()
 
 
-def test_more_tokens_than_a_band() -> None:
-    """Tiles are walked through in bands of 2,048 tokens."""
-    weight = Weight("uniform", 4, 128, 400, 256, False, torch.float16)
+@pytest.mark.parametrize("k", [2560, 10368])
+def test_more_tokens_than_a_band(k: int) -> None:
+    """Tiles are walked through in bands of 10 MB of tokens, at least one tile: 2,048 tokens and, of tiles of 256, 256."""
+    weight = Weight("uniform", 4, 128, 400, k, False, torch.float16)
     x = weight.tokens(4500)
-    weight.check(x)
+    weight.check(x, engine="gemm_many")
     together = weight.multiply(x, engine="gemm_many")
     for first in (0, 1900, 2048, 4096, 4372):
         assert torch.equal(weight.multiply(x[first : first + 128], engine="gemm_many"), together[first : first + 128])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 import octofuse
@@ -18,7 +21,7 @@ from octofuse import _C
 from octofuse.cli import app
 from octofuse.nn import Float8Linear, Int8Linear
 from octofuse.ops import tuning
-from octofuse.ops.measure import device_times
+from octofuse.ops.measure import SETTLE, device_times
 from octofuse.quant import scheme_named
 
 needs_90a = pytest.mark.skipif("90a" not in str(_C.build_info()["architectures"]), reason="needs a build for 90a")
@@ -274,3 +277,28 @@ def test_long_calls_settle_before_they_are_timed() -> None:
     assert [graph.replays for graph in graphs.values()] == [6, 6]
     device_times(graphs, repeats=3, settle=0.01009)  # type: ignore[arg-type]
     assert [graph.replays - 6 for graph in graphs.values()] == [3 * (2 + 504), 3 * (2 + 10)]
+
+
+@pytest.mark.parametrize(("us", "settle"), [(49.0, 0.0), (51.0, SETTLE)])
+def test_long_calls_are_tuned_at_the_clock_that_the_power_limit_leaves_them(monkeypatch, us, settle) -> None:
+    times = {"wgmma/128x128": us, "wgmma/64x64": us + 1, "wgmma/128x192_pingpong": us - 2}
+    asked: list[tuple[str, float]] = []
+
+    def timed(calls: list[functools.partial[Tensor]], *, repeats: int, settle: float) -> float:
+        engine = calls[0].args[1]
+        asked.append((engine, settle))
+        return times[engine]
+
+    monkeypatch.setattr(tuning, "device_time", timed)
+    monkeypatch.setattr(tuning, "explain", lambda *_, **__: SimpleNamespace(chosen="wgmma/128x128"))
+    monkeypatch.setattr(tuning, "_worth_timing", lambda *_: list(times))
+    monkeypatch.setattr(tuning._Kind, "operands", lambda *_: [(torch.zeros(1), torch.zeros(1))])
+    tuned, entry = tuning._tune_one((64, 64, 64), tuning._kind(torch.int8, False, torch.float16), 0)
+    assert (tuned.kernel, tuned.us, entry) == (
+        "wgmma/128x192_pingpong",
+        us - 2,
+        {"kernel": "wgmma/128x192_pingpong", "us": us - 2},
+    )
+    assert tuned.before_us == us
+    assert asked[0] == ("wgmma/128x128", 0.0)
+    assert asked[-2:] == [("wgmma/64x64", settle), ("wgmma/128x192_pingpong", settle)]

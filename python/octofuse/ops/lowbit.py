@@ -26,9 +26,9 @@ On CPUs (engine "cpu", groups of whole multiples of 32 columns) codes become fp3
 first-level cache; sums are in fp32, in an order of K alone. Beside int8 x integers become int8, 64 rows at a time.
 
 All other calls (engine "dequantized": more than 768 tokens, mostly 1,024, where N is about 1,024 to 1,920 and K > 1,920,
-more than 1,024 against 4 or more planes; with K from 10,240 on 4,096 tokens and more beside 8 bits, and 8,192 beside 5 to
-7; fp32 activations on a GPU, other chips, groups other than 32, 64 and 128 times a power of two) multiply a weight that is
-dequantised for the call. `octofuse.explain` says which engine takes a call.
+more than 1,024 against 4 or more planes; with K from 10,240 on 8,192 tokens and more beside 5 to 8 bits; fp32 activations
+on a GPU, other chips, groups other than 32, 64 and 128 times a power of two) multiply a weight that is dequantised for the
+call. `octofuse.explain` says which engine takes a call.
 """
 
 from __future__ import annotations

@@ -52,9 +52,9 @@ class Captured:
         return float(begin.elapsed_time(end)) * 1e3 / self.count
 
 
-def device_time(calls: Sequence[Callable[[], Any]], *, repeats: int = 25) -> float:
+def device_time(calls: Sequence[Callable[[], Any]], *, repeats: int = 25, settle: float = 0.0) -> float:
     """Median microseconds of one call, from replays of one CUDA graph that runs them all, again and again."""
-    return device_times({"": Captured(calls)}, repeats=repeats)[""]
+    return device_times({"": Captured(calls)}, repeats=repeats, settle=settle)[""]
 
 
 ORDER = random.Random(0)  # for all calls: with one for each, a column of a table always followed the same other one
@@ -72,9 +72,9 @@ def device_times(graphs: Mapping[str, Captured], *, repeats: int = 25, settle: f
 
     Replays take turns in changing order, so that a drifting clock drifts for all alike, and each that counts follows one
     of its own, or as many as fill `settle` seconds: under a power limit a kernel runs faster behind one that spares the
-    card. With either alone the same kernel differed by 4 to 15 % in two columns. Where the limit decides (H200, 690 W), a
-    kernel behind idle time starts 14 % faster than it goes on; behind one that spares the card it is 8 % slower after
-    0.1 s; from 0.2 or 0.3 s on it takes the same, whatever was before.
+    card. With either alone the same kernel differed by 4 to 15 % in two columns. Where the limit decides it takes the card
+    a while to find the clock. On an H200 a float8 product began 14 % faster behind idle time than it went on, and was 7 %
+    slower for some 0.1 s behind a kernel that spares the card; after 0.3 s these were within 2 % (docs/measured.md).
     """
     times: dict[str, list[float]] = {name: [] for name in graphs}
     names = list(graphs)

@@ -28,7 +28,7 @@ from octofuse.ops import gemm
 from octofuse.ops._guard import dtype_name
 from octofuse.ops.explain import explain, tune_cublaslt
 from octofuse.ops.linear import linear
-from octofuse.ops.measure import device_time, overlap
+from octofuse.ops.measure import device_time, overlap, settling
 
 FORMAT = 1
 WORTH_TIMING = 2.0  # times the lowest estimate
@@ -238,15 +238,19 @@ def _tune_one(shape: Shape, kind: _Kind, device: int) -> tuple[Tuned, dict[str, 
         times = tune_cublaslt(sets[0][0], sets[0][1])
         entry["algorithm"] = min(times, key=lambda index: times[index])
 
-    def time_of(engine: str) -> float:
-        return device_time([functools.partial(kind.call, s, engine) for s in sets], repeats=7)
+    def time_of(engine: str, settle: float) -> float:
+        calls = [functools.partial(kind.call, s, engine) for s in sets]
+        return device_time(calls, repeats=2 if settle else 7, settle=settle)
 
     fast = kind.arithmetic == "float8_fast"
     before = explain(sets[0][0], sets[0][1], out_dtype=kind.out, fast_accumulate=fast).chosen
-    before_us = time_of(before)
+    before_us = time_of(before, 0.0)
+    settle = settling(before_us * 1e-6)
+    if settle:
+        before_us = time_of(before, settle)
     best, best_us = before, before_us
     for name in worth:
-        if name != before and (us := time_of(name)) < best_us:
+        if name != before and (us := time_of(name, settle)) < best_us:
             best, best_us = name, us
     entry |= {"kernel": best, "us": round(best_us, 3)}
     return Tuned(shape, before, before_us, best, best_us), entry
