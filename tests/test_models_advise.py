@@ -161,16 +161,27 @@ def test_recommendations() -> None:
     assert best.loss is not None
     assert best.loss <= 0.01
     assert all(one.tokens_per_second * 0.95 <= best.tokens_per_second for one in found if (one.loss or 0) <= 0.01)
-    assert "lose at most 1.0%" in why
+    assert "lose at most 1%" in why
     none, why = recommended(advise(config(), context=16, budget=10), 0.01)
     assert none is None
     assert why.startswith("none fits: the smallest, bcq-q2-g128, takes")
     none, why = recommended([one for one in found if one.scheme == "bcq-q2-g128"])
     assert none is None
-    assert "none that fits loses at most 3.0%: bcq-q2-g128 loses 134.4%" in why
+    assert "none that fits loses at most 3%: bcq-q2-g128 loses 134%" in why
     unknown = advise(config(), schemes=["w4a16-g64-zp-awq"], context=16)
     assert unknown[0].loss is None
-    assert recommended(unknown)[0] is None
+    assert recommended(unknown) == (None, "what those that fit lose is not known")
+
+
+def test_of_schemes_as_fast_and_as_good_the_one_with_the_shorter_prompt() -> None:
+    (one,) = advise(config(), schemes=["w8a16"], context=16)
+    slow = replace(one, tokens_per_second=100.0, prompt_seconds=0.4, loss=0.001)
+    quick = replace(slow, scheme="w8a8-dynamic", tokens_per_second=99.0, prompt_seconds=0.3, loss=0.002)
+    best, why = recommended([slow, quick], 0.01)
+    assert best is quick
+    assert why == "within 5% of the fastest of 2 that fit and lose at most 1%, and has the shorter prompt"
+    assert recommended([slow, replace(quick, loss=0.005)], 0.01)[0] is slow, "it loses more"
+    assert recommended([slow, replace(quick, tokens_per_second=90.0)], 0.01)[0] is slow, "it is slower"
 
 
 def test_what_was_measured_counts() -> None:
@@ -227,7 +238,8 @@ def test_command(tmp_path: Path) -> None:
     for words, message in (
         ((str(tmp_path / "none.json"),), "config.json: not found"),
         ((str(tmp_path), "--text", "nothing.txt"), "text: nothing.txt: No such file"),
-        ((str(tmp_path), "--measure", "--device", "cpu"), "no tokenizer files"),
+        ((str(tmp_path), "--measure", "--device", "cpu"), "no weights (*.safetensors) beside its config.json"),
+        (("embedded", "--device", "gpu"), "device: expected auto, cpu or cuda"),
         ((str(tmp_path), "--context", "513"), "context: expected at most 512, the model's, got 513"),
         ((str(tmp_path), "--max-loss", "nan"), "max-loss: expected at least 0, got nan"),
         ((str(tmp_path), "--plot", "x.pdf"), "plot: expected a name that ends in .png or .svg"),

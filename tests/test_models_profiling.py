@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM, ViTConfig, ViTModel
 from typer.testing import CliRunner
 
+import octofuse
+from octofuse.assets import EMBEDDED
 from octofuse.cli import app
 from octofuse.models import profile, quantize_
 from octofuse.models.instructions import Instruction, instructions_of, of_listing
@@ -62,6 +65,16 @@ def test_the_truth_is_told(scheme: str) -> None:
         if layer.name not in found.heads:
             assert layer.verdict == f"{scheme} in memory"
             assert layer.widened == () or scheme == "llm-int8"
+
+
+def test_small_layers_whose_scales_weigh_much_are_quantised_all_the_same() -> None:
+    """224 columns are stored as 256: more than 9 bits a weight."""
+    model = quantize_(AutoModelForCausalLM.from_pretrained(EMBEDDED), "w8a16", progress=False)
+    model.config.quantization_config = {"quant_method": "octofuse"}
+    found = profile(model, IDS)
+    inner = [layer for layer in found.layers if layer.name not in found.heads]
+    assert max(layer.stored_bytes * 8 / layer.n / layer.k for layer in inner) > 9
+    assert found.findings == ()
 
 
 def test_a_claim_that_the_weights_do_not_keep() -> None:
@@ -118,10 +131,20 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, Any] = json.loads(result.stdout[result.stdout.index("{") :])
     assert {layer["phase"] for layer in found["layers"]} == {"prompt", "step"}
     assert all(layer["verdict"] == "float32 in memory" for layer in found["layers"])
+    result = run.invoke(app, ["explain", "embedded", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert "a prompt of 511 tokens" in result.output, "the model's own limit"
+    own, other = tmp_path / "own", tmp_path / "other"
+    octofuse.save_pretrained(quantize_(model_of("llama"), "nf4", progress=False), own)
+    ViTModel(ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)).save_pretrained(
+        other
+    )
     for arguments, message in (
         (["explain", "embedded", "--tokens", "100000"], "tokens: expected at most"),
         (["explain", str(tmp_path / "none")], "model"),
         (["explain", "embedded", "--plot", "p.txt"], "plot"),
+        (["explain", str(own), "--stock"], "stock: "),
+        (["explain", str(other)], "model: expected a causal language model, got one of vit"),
     ):
         result = run.invoke(app, [*arguments, "--device", "cpu"])
         assert result.exit_code == 1
@@ -133,3 +156,12 @@ def test_models_that_cannot_be_profiled() -> None:
         profile(nn.ReLU(), IDS)
     with pytest.raises(ValueError, match=r"ids: expected shape \[B, T\] with T of at least 1, got \[3\]"):
         profile(model_of("llama"), torch.arange(3))
+    for ids, message in (
+        ([[1, 2]], r"ids: expected an int64 tensor \[B, T\], got list"),
+        (torch.rand(1, 2), "ids: expected an int64 tensor .* got torch.float32"),
+        (torch.tensor([[1, -1]]), "ids: expected numbers of at least 0 below .* got -1"),
+        (torch.tensor([[1, 10**6]]), "ids: expected numbers .* got 1000000"),
+        (torch.ones(1, 10**5, dtype=torch.long), "ids: expected at most .* got 100000"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            profile(model_of("llama"), ids)

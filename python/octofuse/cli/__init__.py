@@ -50,7 +50,7 @@ def demo(
     new_tokens: Annotated[int, typer.Option(min=2, help="tokens to generate")] = 48,
     evaluation_tokens: Annotated[int, typer.Option(min=512, help="held-out tokens for the perplexity")] = 24576,
     schemes: Annotated[str | None, typer.Option(help="names as for quantize, by commas; default: five of them")] = None,
-    plot: Annotated[Path | None, typer.Option(help="a new picture, .png or .svg")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw a picture, .png or .svg")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="two schemes, fewer tokens, no texts")] = False,
 ) -> None:
     """Quantise a model (one is embedded) some ways and compare it with the original: accuracy, size, speed, text."""
@@ -136,7 +136,7 @@ def advise(
     measure: Annotated[
         bool, typer.Option("--measure", help="time the model here; the folder then needs weights")
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="a new picture, .png or .svg")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw a picture, .png or .svg")] = None,
     device: Device = "auto",
 ) -> None:
     """Which scheme for a model: size, speed and loss of each, a recommendation, and why."""
@@ -153,12 +153,14 @@ def explain_model(
     model: Annotated[
         str, typer.Argument(help="a folder, of any format that transformers reads, a hub name or 'embedded'")
     ],
-    tokens: Annotated[int, typer.Option(min=1, help="of the prompt, at random")] = 512,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="of the prompt, at random; default: 512, or the model's own limit")
+    ] = None,
     stock: Annotated[
         bool, typer.Option("--stock", help="load it with transformers' own quantisers and layers, not octofuse's")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for machines, every layer")] = False,
-    plot: Annotated[Path | None, typer.Option(help="a new picture, .png or .svg")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw a picture, .png or .svg")] = None,
     device: Device = "auto",
 ) -> None:
     """What a model's layers really do: instruction, bytes, share of the roofline, what is widened or copied."""

@@ -30,6 +30,7 @@ from octofuse.models.speed import measured_gpus
 from octofuse.quant import scheme_named
 
 NEW_TOKENS = 16  # that are timed behind a prompt
+FEW_TOKENS = 512  # of a text: fewer say little of losses
 
 
 def run_advise(
@@ -57,7 +58,13 @@ def run_advise(
         raise ValueError(f"max-loss: expected at least 0, got {max_loss}")
     if budget_gb is not None and not budget_gb > 0:
         raise ValueError(f"budget-gb: expected more than 0, got {budget_gb}")
+    where = pick_device(device)
     card, config = gpu_named(gpu), config_of(model)
+    if (method := claim_of(config)) and text is None and not measure:
+        console.print(
+            f"{model} is quantised already ({method}): this is of the floating-point model it was made from.",
+            highlight=False, markup=False, soft_wrap=True,
+        )  # fmt: skip
     most = int(getattr(config, "max_position_embeddings", None) or 1024)
     length = min(2048, most) if context is None else context
     budget = None if budget_gb is None else budget_gb * 1e9
@@ -65,13 +72,13 @@ def run_advise(
     if text is not None or measure:
         if measure and length <= NEW_TOKENS:
             raise ValueError(f"context: expected more than {NEW_TOKENS} with --measure, got {length}")
-        timed, notes = measured(model, names, text, max_tokens, (batch, length) if measure else None, device)
+        timed, notes = measured(model, names, text, max_tokens, (batch, length) if measure else None, where)
         kept = [name for name in names if name in timed]
         found = advise(config, gpu=card, schemes=kept, budget=budget, batch=batch, context=length, timed=timed)
         for note in notes:
-            console.print(f"left out: {note}", highlight=False, markup=False, soft_wrap=True)
-    where = f"measured on {pick_device(device)}" if measure else f"estimated for one {card}"
-    show(console, found, f"{batch} x {length} tokens, {where}")
+            console.print(note, highlight=False, markup=False, soft_wrap=True)
+    source = f"measured on {where}" if measure else f"estimated for one {card}"
+    show(console, found, f"{batch} x {length} tokens, {source}")
     for line in explanations(found, card):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     best, why = recommended(found, max_loss)
@@ -122,10 +129,9 @@ def measured(
     text: Path | None,
     max_tokens: int,
     sizes: tuple[int, int] | None,
-    device: str,
+    where: torch.device,
 ) -> tuple[dict[str, Timed], list[str]]:
-    """Loss (with a text) and speed (with sizes: batch and context) of each scheme; and why some are missing."""
-    where = pick_device(device)
+    """Loss (with a text) and speed (with sizes: batch and context) of each scheme; and notes: why some are missing."""
     path = Path(model).expanduser()
     loaded, tokenizer = load_float(str(path.parent) if path.name == "config.json" else model, where)
     tokens = evaluation_tokens(tokenizer, text)[:max_tokens]
@@ -133,13 +139,15 @@ def measured(
     batches = calibration_batches(tokenizer, loaded) if calibrates else None
     base = None if text is None else measure_perplexity(loaded, tokens, "float")
     found, notes = {}, []
+    if text is not None and tokens.numel() < FEW_TOKENS:
+        notes.append(f"text: of {tokens.numel()} tokens losses say little; give some thousand")
     for name in names:
         built = loaded if name == FLOAT else copy.deepcopy(loaded)
         try:
             if name != FLOAT:
                 quantize_(built, name, batches, progress=False)
         except ValueError as error:
-            notes.append(f"{name}: {error}")
+            notes.append(f"left out: {name}: {error}")
             continue
         loss = None
         if base is not None:
@@ -177,17 +185,35 @@ def show(console: Console, found: list[Advice], title: str) -> None:
     for one in found:
         loss = "?" if one.loss is None else f"{one.loss:+.1%}" if one.loss < 1 else f"{1 + one.loss:.1f}x"
         table.add_row(
-            one.scheme, f"{one.weights / 1e9:.2f} GB", f"{one.cache / 1e9:.2f} GB", "yes" if one.fits else "no",
+            one.scheme, size_of(one.weights), size_of(one.cache), "yes" if one.fits else "no",
             ("~" if one.speed_from == "linears" else "") + f"{one.tokens_per_second:,.0f}",
-            f"{one.prompt_seconds * 1e3:,.{1 if one.prompt_seconds < 0.1 else 0}f} ms",
+            milliseconds(one.prompt_seconds),
             loss + ("*" if one.loss_from == "embedded" and one.loss is not None else ""),
         )  # fmt: skip
     console.print(table)
 
 
+def size_of(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+def milliseconds(seconds: float) -> str:
+    digits = 0 if seconds >= 0.1 else 1 if seconds >= 1e-3 else 3
+    return f"{seconds * 1e3:,.{digits}f} ms"
+
+
+def claim_of(config: Any) -> str:
+    """The method by which a config says that its model is quantised, or ""."""
+    found = getattr(config, "quantization_config", None)
+    method = found.get("quant_method", "") if isinstance(found, dict) else getattr(found, "quant_method", "")
+    return str(getattr(method, "value", method))
+
+
 def explanations(found: list[Advice], card: str) -> list[str]:
     lines = []
-    if any(one.loss_from == "embedded" for one in found):
+    if any(one.loss is None for one in found):
+        lines.append("? what this scheme loses was not measured. --text FILE measures it.")
+    if any(one.loss_from == "embedded" and one.loss is not None for one in found):
         lines.append(
             "* of perplexity, on the embedded GPT-2, which is small: larger models lose less. --text FILE measures yours."
         )

@@ -19,6 +19,7 @@ from octofuse.cli.files import expect_model, expect_picture
 from octofuse.files import from_pretrained
 from octofuse.files.headers import method_of
 from octofuse.files.loading import FORMATS
+from octofuse.files.own import METHOD
 from octofuse.models import LayerProfile, Profile, profile
 from octofuse.models.watch import PHASES
 
@@ -26,7 +27,7 @@ _COLOURS = {"int8": "tab:green", "float8": "tab:blue", "16 bits": "tab:orange", 
 
 
 def run_explain(
-    console: Console, model: str, tokens: int, stock: bool, as_json: bool, plot: Path | None, device: str
+    console: Console, model: str, tokens: int | None, stock: bool, as_json: bool, plot: Path | None, device: str
 ) -> None:
     expect_picture(plot)
     where = pick_device(device)
@@ -34,6 +35,7 @@ def run_explain(
     quiet_transformers()
     loaded = load(model, where, stock)
     vocabulary, room = int(loaded.config.vocab_size), context_of(loaded) - 1
+    tokens = min(512, room) if tokens is None else tokens
     if tokens > room:
         raise ValueError(f"tokens: expected at most {room}, one less than the model's context, got {tokens}")
     ids = torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
@@ -56,10 +58,21 @@ def load(model: str, device: torch.device, stock: bool) -> Any:
     method = method_of(Path(name)) if Path(name).is_dir() else _method_on_the_hub(name)
     if not stock and method in FORMATS:
         return from_pretrained(name, device)
+    if method == METHOD:
+        raise ValueError(f"stock: {name} is in this library's own format, for which transformers has no layers")
+    expect_causal(name)
     dtype = "auto" if device.type == "cuda" else torch.float32
     options: dict[str, Any] = {} if method is None else {"device_map": str(device)}
     loaded = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if method else dtype, **options)
     return (loaded if method else loaded.to(device)).eval().requires_grad_(False)
+
+
+def expect_causal(name: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(name)
+    if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
+        raise ValueError(f"model: expected a causal language model, got one of {config.model_type}")
 
 
 def _method_on_the_hub(name: str) -> str | None:

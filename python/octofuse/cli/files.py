@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from octofuse.assets import EMBEDDED
 from octofuse.files.headers import local_folder
 
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.h5", "*.msgpack")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "spiece*", "*.tiktoken")
 
 
@@ -34,7 +35,7 @@ def expect_model(model: str) -> str:
 
 
 def expect_whole(folder: Path) -> None:
-    """ValueError that names the first file of a model's folder which cannot be read."""
+    """ValueError or FileNotFoundError that names the first file of a model's folder which cannot be read or is missing."""
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder / 'config.json'}: not found; expected a folder with a transformers model")
     for path in sorted(folder.glob("*.json")):
@@ -48,15 +49,16 @@ def expect_whole(folder: Path) -> None:
                 pass
         except SafetensorError as error:
             raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
+    if not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
+        raise FileNotFoundError(f"{folder}: no weights (*.safetensors) beside its config.json")
 
 
-def expect_tokenizer(name: str) -> None:
-    """FileNotFoundError for a folder without a tokenizer: transformers would make one up, of a single token."""
+def expect_tokenizer(name: str, otherwise: str = "") -> None:
+    """FileNotFoundError for a folder without a tokenizer: transformers would make one up, of a single token. otherwise:
+    what else the user can do."""
     folder = Path(name)
     if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
-        raise FileNotFoundError(
-            f"{folder}: no tokenizer files; copy the model's here (quantize --no-tokenizer goes without)"
-        )
+        raise FileNotFoundError(f"{folder}: no tokenizer files; copy the model's here{otherwise}")
 
 
 def read_text(argument: str, path: Path) -> str:

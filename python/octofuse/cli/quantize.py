@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import Tensor
 
 from octofuse.cli.common import calibration_batches, exceptions_of, load_float, pick_device, warn_of_fallbacks
-from octofuse.cli.files import expect_new_folder, expect_text
+from octofuse.cli.files import expect_new_folder, expect_text, expect_tokenizer, folder_of
 from octofuse.engine import calibrate_cache_
 from octofuse.files import save_pretrained
 from octofuse.files.compressed_tensors_writing import check_scheme
@@ -61,6 +61,8 @@ def run_quantize(
     if (calibrates or cache_scales) and not with_tokenizer:
         got = scheme if calibrates else "--cache-scales"
         raise ValueError(f"no-tokenizer: expected a scheme that needs no calibration text, got {got}")
+    if with_tokenizer:
+        expect_tokenizer(folder_of(model), "; --no-tokenizer goes without")
     loaded, tokenizer = load_float(model, where, with_tokenizer=with_tokenizer)
     before = weight_bytes(loaded)
     batches = calibration_batches(tokenizer, loaded, calibration) if calibrates or cache_scales else []

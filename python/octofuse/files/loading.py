@@ -258,7 +258,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Leave all checkpoints to transformers again."""
+    """Leave all checkpoints to transformers again, but this library's own, which nobody else reads."""
     from octofuse.files import quantizer
 
     quantizer.enable(False)

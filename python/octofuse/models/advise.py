@@ -26,6 +26,7 @@ SCHEMES = (
 )  # fmt: skip
 MAX_LOSS = 0.03
 AS_FAST = 0.05  # a difference in speed that estimates do not tell apart
+AS_GOOD = 0.0025  # a difference in loss that says little of another model
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,8 @@ def advise(
 
 
 def recommended(found: Sequence[Advice], max_loss: float = MAX_LOSS) -> tuple[Advice | None, str]:
-    """Of those that fit, lose at most `max_loss` and are within AS_FAST of the fastest, the one that loses least, and why;
-    None where there is none.
+    """Of those that fit, lose at most `max_loss` and are within AS_FAST of the fastest, the one that loses least, or of
+    those within AS_GOOD of it the one with the shortest prompt; and why. None where there is none.
 
     Speed is that of new tokens, behind the prompt.
     """
@@ -134,20 +135,32 @@ def recommended(found: Sequence[Advice], max_loss: float = MAX_LOSS) -> tuple[Ad
         return None, f"none fits: the smallest, {least.scheme}, takes {least.bytes / 1e9:.2f} GB with its cache"
     good = [one for one in fitting if one.loss is not None and one.loss <= max_loss]
     if not good:
-        least = min(fitting, key=lambda one: float("inf") if one.loss is None else one.loss)
-        lost = "an unknown share" if least.loss is None else f"{least.loss:.1%}"
-        return None, f"none that fits loses at most {max_loss:.1%}: {least.scheme} loses {lost}, least of all"
+        known = [one for one in fitting if one.loss is not None]
+        if not known:
+            return None, "what those that fit lose is not known"
+        least = min(known, key=lambda one: one.loss or 0.0)
+        lost = f"{least.scheme} loses {percent(least.loss)}, least of all"
+        return None, f"none that fits loses at most {percent(max_loss)}: {lost}"
     fastest = max(one.tokens_per_second for one in good)
     alike = [one for one in good if one.tokens_per_second >= (1 - AS_FAST) * fastest]
-    best = min(alike, key=lambda one: (one.loss, one.bytes))
+    least_loss = min(one.loss or 0.0 for one in alike)
+    as_good = [one for one in alike if (one.loss or 0.0) <= least_loss + AS_GOOD]
+    best = min(as_good, key=lambda one: (one.prompt_seconds, one.loss, one.bytes))
     plain = next((one for one in found if one.scheme == FLOAT), None)
     gain = "" if plain is None or plain is best else f", {best.tokens_per_second / plain.tokens_per_second:.1f}x float"
     if len(good) == 1:
-        return best, f"the only one that fits and loses at most {max_loss:.1%}{gain}"
-    among = f"the fastest of {len(good)} that fit and lose at most {max_loss:.1%}"
+        return best, f"the only one that fits and loses at most {percent(max_loss)}{gain}"
+    among = f"the fastest of {len(good)} that fit and lose at most {percent(max_loss)}"
     if best.tokens_per_second < fastest:
-        among = f"within {AS_FAST:.0%} of {among}, and loses less"
+        first = max(good, key=lambda one: one.tokens_per_second)
+        reason = "loses less" if (best.loss or 0.0) < (first.loss or 0.0) else "has the shorter prompt"
+        among = f"within {AS_FAST:.0%} of {among}, and {reason}"
     return best, f"{among}{gain}"
+
+
+def percent(share: float | None) -> str:
+    """0.03: 3%; 0.0001: 0.01%; 1.344: 134%."""
+    return f"{100 * (share or 0.0):.3g}%"
 
 
 def empty_model(config: Any) -> nn.Module:

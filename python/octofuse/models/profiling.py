@@ -16,7 +16,9 @@ from octofuse.models.instructions import Instruction, instructions_of
 from octofuse.models.watch import PHASES, Call, bandwidth_of, watch
 from octofuse.nn.linear import is_conv1d
 
-NARROW = 9.0  # bits of a weight, scales included, up to which it counts as quantised
+PLAIN = (
+    16  # bits of a weight, scales included, from which on it counts as not quantised: small layers' scales weigh much
+)
 # Dense products a second of compute capability 9.0, by what an instruction multiplies (NVIDIA's data sheet).
 RATES = {"16 bits": 989e12 / 2, "int8": 1979e12 / 2, "float8": 1979e12 / 2}
 
@@ -67,7 +69,7 @@ class LayerProfile:
     @property
     def verdict(self) -> str:
         """What the weight is in memory, and in fact."""
-        narrow = self.stored_bytes * 8 <= NARROW * self.n * self.k
+        narrow = self.stored_bytes * 8 < PLAIN * self.n * self.k
         weights = [text for text in self.widened if text.startswith("weight")]
         if narrow and weights:
             return f"{self.stored} in name only: {weights[0]} in every call"
@@ -97,7 +99,7 @@ class Profile:
         """What a reader should know first."""
         found = []
         inner = [layer for layer in self.layers if layer.name not in self.heads]
-        floats = {layer.name for layer in inner if layer.stored_bytes * 8 > NARROW * layer.n * layer.k}
+        floats = {layer.name for layer in inner if layer.stored_bytes * 8 >= PLAIN * layer.n * layer.k}
         every = {layer.name for layer in inner}
         if self.claimed and floats:
             found.append(
@@ -113,7 +115,8 @@ class Profile:
             ]
             if copies:
                 size = sum(layer.tokens * layer.k for layer in copies)
-                found.append(f"{phase}: {len(copies)} linears copy their input first, {size / 1e6:.1f} million values")
+                values = f"{size / 1e6:.1f} million" if size >= 1e5 else f"{size:,}"
+                found.append(f"{phase}: {len(copies)} linears copy their input first, {values} values")
         return tuple(found)
 
 
@@ -121,13 +124,12 @@ class Profile:
 def profile(model: nn.Module, ids: Tensor) -> Profile:
     """One prompt, ids int64 `[B, T]`, and one step behind it, with transformers' own cache.
 
-    Raises ValueError for a model without linears and for a prompt of no tokens.
+    Raises ValueError for a model without linears and for ids of another shape, type or vocabulary, or too many.
     """
     layers = _linears(model)
     if not layers:
         raise ValueError(f"model: expected linear layers, got none in {type(model).__name__}")
-    if ids.dim() != 2 or ids.shape[1] < 1:
-        raise ValueError(f"ids: expected shape [B, T] with T of at least 1, got {list(ids.shape)}")
+    _expect_ids(model, ids)
     device = next(model.parameters()).device
     on_gpu = device.type == "cuda"
     seen = watch(model, ids.to(device), layers, {name: _sizes(layer) for name, layer in layers.items()}, on_gpu)
@@ -143,6 +145,22 @@ def profile(model: nn.Module, ids: Tensor) -> Profile:
             found.append(_layer(key, layers[name], seen.tokens[key], seen.dtypes[key], call, kernels, *speed))
     label = torch.cuda.get_device_name(device) if on_gpu else str(device)
     return Profile(label, bandwidth, _claim_of(model), _heads_of(model), tuple(found), seen.totals)
+
+
+def _expect_ids(model: Any, ids: Tensor) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
+        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"ids: expected an int64 tensor [B, T], got {got}")
+    if ids.dim() != 2 or ids.shape[1] < 1:
+        raise ValueError(f"ids: expected shape [B, T] with T of at least 1, got {list(ids.shape)}")
+    config = getattr(model, "config", None)
+    vocabulary, context = (getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings"))
+    least, most = int(ids.min()), int(ids.max())
+    if least < 0 or (vocabulary is not None and most >= vocabulary):
+        wrong = least if least < 0 else most
+        raise ValueError(f"ids: expected numbers of at least 0 below the vocabulary's {vocabulary}, got {wrong}")
+    if context is not None and ids.shape[1] >= context:
+        raise ValueError(f"ids: expected at most {context - 1} tokens, one less than the context, got {ids.shape[1]}")
 
 
 # ---- layers ----
@@ -184,7 +202,7 @@ def _stored(layer: nn.Module, n: int, k: int) -> tuple[str, int]:
         return str(scheme), size
     weight = getattr(layer, "weight", None)
     dtype = str(weight.dtype).removeprefix("torch.") if isinstance(weight, Tensor) else ""
-    if bits > NARROW:
+    if bits >= PLAIN:
         return dtype or f"{bits:.1f} bits", size
     return (dtype if dtype in ("int8", "float8_e4m3fn") else f"{bits:.1f} bits"), size
 
@@ -206,7 +224,7 @@ def _layer(
 ) -> LayerProfile:  # fmt: skip
     n, k = _sizes(layer)
     stored, size = _stored(layer, n, k)
-    narrow = size * 8 <= NARROW * n * k
+    narrow = size * 8 < PLAIN * n * k
     text = str(dtype).removeprefix("torch.")
     by_kernel = any("equantize" in kernel.name and "octofuse" not in kernel.name for kernel in kernels)
     written = call.count * n * k * dtype.itemsize if narrow and (call.weight_written or by_kernel) else 0

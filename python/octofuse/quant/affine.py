@@ -165,7 +165,11 @@ def scheme_named(name: str | AnyScheme) -> AnyScheme:
         return name
     if not isinstance(name, str):
         raise TypeError(f"scheme: expected a name, Scheme or WeightOnly, got {type(name).__name__}")
-    if (low := weight_only_named(name)) is not None:
+    try:
+        low = weight_only_named(name)
+    except ValueError as error:
+        raise ValueError(f"scheme: {name!r}: {error}") from error
+    if low is not None:
         return low
     if found := re.fullmatch(r"llm-int8(?:-t(\d+(?:\.\d+)?(?:e[+-]?\d+)?))?", name):
         return Scheme(outliers=float(found[1] or OUTLIERS))
@@ -176,7 +180,7 @@ def scheme_named(name: str | AnyScheme) -> AnyScheme:
     values = rest.endswith("-values")
     alpha = _alpha(rest.removesuffix("-values"))
     if base not in SCHEMES or alpha is None:
-        alike = get_close_matches(name, USUAL, 1, 0.3)
+        alike = [usual for usual in USUAL if name and usual.startswith(name)] or get_close_matches(name, USUAL, 1, 0.3)
         hint = f"; did you mean {alike[0]!r}?" if alike else ""
         raise ValueError(
             f"scheme: expected a name such as {', '.join(USUAL[:4])} (`octofuse schemes` lists them), got {name!r}{hint}"
