@@ -154,10 +154,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_models_that_cannot_be_profiled() -> None:
     with pytest.raises(ValueError, match="model: expected linear layers, got none in ReLU"):
         profile(nn.ReLU(), IDS)
-    with pytest.raises(ValueError, match=r"ids: expected shape \[B, T\] with T of at least 1, got \[3\]"):
+    with pytest.raises(ValueError, match=r"ids: expected shape \[B, T\], both at least 1, got \[3\]"):
         profile(model_of("llama"), torch.arange(3))
     for ids, message in (
         ([[1, 2]], r"ids: expected an int64 tensor \[B, T\], got list"),
+        (torch.ones(0, 4, dtype=torch.long), r"ids: expected shape .* got \[0, 4\]"),
         (torch.rand(1, 2), "ids: expected an int64 tensor .* got torch.float32"),
         (torch.tensor([[1, -1]]), "ids: expected numbers of at least 0 below .* got -1"),
         (torch.tensor([[1, 10**6]]), "ids: expected numbers .* got 1000000"),

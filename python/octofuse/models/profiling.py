@@ -16,9 +16,8 @@ from octofuse.models.instructions import Instruction, instructions_of
 from octofuse.models.watch import PHASES, Call, bandwidth_of, watch
 from octofuse.nn.linear import is_conv1d
 
-PLAIN = (
-    16  # bits of a weight, scales included, from which on it counts as not quantised: small layers' scales weigh much
-)
+# Bits of a weight, scales included, from which on it counts as not quantised: in small layers scales weigh much.
+PLAIN = 16
 # Dense products a second of compute capability 9.0, by what an instruction multiplies (NVIDIA's data sheet).
 RATES = {"16 bits": 989e12 / 2, "int8": 1979e12 / 2, "float8": 1979e12 / 2}
 
@@ -151,8 +150,8 @@ def _expect_ids(model: Any, ids: Tensor) -> None:
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
         got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"ids: expected an int64 tensor [B, T], got {got}")
-    if ids.dim() != 2 or ids.shape[1] < 1:
-        raise ValueError(f"ids: expected shape [B, T] with T of at least 1, got {list(ids.shape)}")
+    if ids.dim() != 2 or ids.numel() < 1:
+        raise ValueError(f"ids: expected shape [B, T], both at least 1, got {list(ids.shape)}")
     config = getattr(model, "config", None)
     vocabulary, context = (getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings"))
     least, most = int(ids.min()), int(ids.max())
