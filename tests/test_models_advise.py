@@ -210,7 +210,7 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("t5", "config: expected that of a causal language model, got one of t5"),
+        ("t5", "config: expected a causal language model, got one of t5"),
         ("mixtral", "model: expected a causal language model of a family that is known .* a mixture of experts"),
     ],
 )

@@ -26,6 +26,7 @@ from octofuse.generate import Generator
 from octofuse.models import quantize_
 from octofuse.models.advise import SCHEMES, Advice, Timed, advise, recommended
 from octofuse.models.frontier import FLOAT
+from octofuse.models.profiling import claim_of
 from octofuse.models.speed import measured_gpus
 from octofuse.quant import scheme_named
 
@@ -200,13 +201,6 @@ def size_of(count: int) -> str:
 def milliseconds(seconds: float) -> str:
     digits = 0 if seconds >= 0.1 else 1 if seconds >= 1e-3 else 3
     return f"{seconds * 1e3:,.{digits}f} ms"
-
-
-def claim_of(config: Any) -> str:
-    """The method by which a config says that its model is quantised, or ""."""
-    found = getattr(config, "quantization_config", None)
-    method = found.get("quant_method", "") if isinstance(found, dict) else getattr(found, "quant_method", "")
-    return str(getattr(method, "value", method))
 
 
 def explanations(found: list[Advice], card: str) -> list[str]:

@@ -21,6 +21,8 @@ from octofuse.files.headers import method_of
 from octofuse.files.loading import FORMATS
 from octofuse.files.own import METHOD
 from octofuse.models import LayerProfile, Profile, profile
+from octofuse.models.advise import expect_causal
+from octofuse.models.profiling import claim_of
 from octofuse.models.watch import PHASES
 
 _COLOURS = {"int8": "tab:green", "float8": "tab:blue", "16 bits": "tab:orange", "1 bit": "tab:purple", "": "tab:gray"}
@@ -52,34 +54,20 @@ def run_explain(
 
 def load(model: str, device: torch.device, stock: bool) -> Any:
     """octofuse's layers for the formats that it reads, else transformers' own."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     name = expect_model(model)
-    method = method_of(Path(name)) if Path(name).is_dir() else _method_on_the_hub(name)
+    config = AutoConfig.from_pretrained(name)
+    method = method_of(Path(name)) if Path(name).is_dir() else claim_of(config) or None
     if not stock and method in FORMATS:
         return from_pretrained(name, device)
     if method == METHOD:
         raise ValueError(f"stock: {name} is in this library's own format, for which transformers has no layers")
-    expect_causal(name)
+    expect_causal("model", config)
     dtype = "auto" if device.type == "cuda" else torch.float32
     options: dict[str, Any] = {} if method is None else {"device_map": str(device)}
     loaded = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if method else dtype, **options)
     return (loaded if method else loaded.to(device)).eval().requires_grad_(False)
-
-
-def expect_causal(name: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(name)
-    if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
-        raise ValueError(f"model: expected a causal language model, got one of {config.model_type}")
-
-
-def _method_on_the_hub(name: str) -> str | None:
-    from transformers import AutoConfig
-
-    found = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
-    return None if found is None else str(found.get("quant_method") if isinstance(found, dict) else found.quant_method)
 
 
 def alike(layers: Sequence[LayerProfile]) -> dict[tuple[str, str, str], list[LayerProfile]]:

@@ -138,13 +138,13 @@ def recommended(found: Sequence[Advice], max_loss: float = MAX_LOSS) -> tuple[Ad
         known = [one for one in fitting if one.loss is not None]
         if not known:
             return None, "what those that fit lose is not known"
-        least = min(known, key=lambda one: one.loss or 0.0)
-        lost = f"{least.scheme} loses {percent(least.loss)}, least of all"
+        least = min(known, key=lost_by)
+        lost = f"{least.scheme} loses {percent(lost_by(least))}, least of all"
         return None, f"none that fits loses at most {percent(max_loss)}: {lost}"
     fastest = max(one.tokens_per_second for one in good)
     alike = [one for one in good if one.tokens_per_second >= (1 - AS_FAST) * fastest]
-    least_loss = min(one.loss or 0.0 for one in alike)
-    as_good = [one for one in alike if (one.loss or 0.0) <= least_loss + AS_GOOD]
+    least_loss = min(lost_by(one) for one in alike)
+    as_good = [one for one in alike if lost_by(one) <= least_loss + AS_GOOD]
     best = min(as_good, key=lambda one: (one.prompt_seconds, one.loss, one.bytes))
     plain = next((one for one in found if one.scheme == FLOAT), None)
     gain = "" if plain is None or plain is best else f", {best.tokens_per_second / plain.tokens_per_second:.1f}x float"
@@ -153,14 +153,28 @@ def recommended(found: Sequence[Advice], max_loss: float = MAX_LOSS) -> tuple[Ad
     among = f"the fastest of {len(good)} that fit and lose at most {percent(max_loss)}"
     if best.tokens_per_second < fastest:
         first = max(good, key=lambda one: one.tokens_per_second)
-        reason = "loses less" if (best.loss or 0.0) < (first.loss or 0.0) else "has the shorter prompt"
+        reason = "loses less" if lost_by(best) < lost_by(first) else "has the shorter prompt"
         among = f"within {AS_FAST:.0%} of {among}, and {reason}"
     return best, f"{among}{gain}"
 
 
-def percent(share: float | None) -> str:
+def lost_by(one: Advice) -> float:
+    """Of one whose loss is known."""
+    assert one.loss is not None
+    return one.loss
+
+
+def percent(share: float) -> str:
     """0.03: 3%; 0.0001: 0.01%; 1.344: 134%."""
-    return f"{100 * (share or 0.0):.3g}%"
+    return f"{100 * share:.3g}%"
+
+
+def expect_causal(argument: str, config: Any) -> None:
+    """ValueError for the config of another kind of model."""
+    from transformers import AutoModelForCausalLM
+
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"{argument}: expected a causal language model, got one of {config.model_type}")
 
 
 def empty_model(config: Any) -> nn.Module:
@@ -170,8 +184,7 @@ def empty_model(config: Any) -> nn.Module:
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(f"config: expected that of a causal language model, got one of {config.model_type}")
+    expect_causal("config", config)
     try:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()

@@ -143,7 +143,9 @@ def profile(model: nn.Module, ids: Tensor) -> Profile:
         if key in seen.tokens:
             found.append(_layer(key, layers[name], seen.tokens[key], seen.dtypes[key], call, kernels, *speed))
     label = torch.cuda.get_device_name(device) if on_gpu else str(device)
-    return Profile(label, bandwidth, _claim_of(model), _heads_of(model), tuple(found), seen.totals)
+    return Profile(
+        label, bandwidth, claim_of(getattr(model, "config", None)), _heads_of(model), tuple(found), seen.totals
+    )
 
 
 def _expect_ids(model: Any, ids: Tensor) -> None:
@@ -206,9 +208,10 @@ def _stored(layer: nn.Module, n: int, k: int) -> tuple[str, int]:
     return (dtype if dtype in ("int8", "float8_e4m3fn") else f"{bits:.1f} bits"), size
 
 
-def _claim_of(model: Any) -> str:
-    config = getattr(getattr(model, "config", None), "quantization_config", None)
-    method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
+def claim_of(config: Any) -> str:
+    """The method by which a model's config says that it is quantised, or ""."""
+    found = getattr(config, "quantization_config", None)
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     return str(getattr(method, "value", method) or "")
 
 
