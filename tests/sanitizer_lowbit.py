@@ -42,12 +42,15 @@ def many_token_cases() -> int:
 
 def shared_tile_cases() -> int:
     """Tiles that clusters share: 192 x 128, 128 x 128 and 256 x 128 (tokens, channels), by blocks that divide K 192 x 128;
-    of int8 tokens 192 x 128."""
+    of int8 tokens 192 x 128. And those of gemm whose k-blocks all blocks share."""
     count = _tile_cases(
         (17152, 1024, 150, "gemm_many"),
         (8704, 2176, 300, "gemm_many"),
         (12800, 2176, 400, "gemm_many"),
         (8704, 2176, 150, "gemm_split"),
+        (17024, 1152, 10, "gemm"),
+        (17024, 1152, 20, "gemm"),
+        (17024, 1152, 50, "gemm"),
     )
     return count + _integer_cases(((17152, 2048),), (150,))
 

@@ -78,6 +78,14 @@ def test_every_block(kind: str, bits: int, n: int, k: int) -> None:
         weight.check(weight.tokens(m), engine="gemm")
 
 
+@pytest.mark.parametrize(("n", "k"), [(4096, 2304), (1920, 4096)])
+def test_most_scales(n: int, k: int) -> None:
+    """8 planes in groups of 32, whose scales are half as many bytes as their codes: rings have room for two stages."""
+    weight = Weight("planes", 8, 32, n, k, False, torch.float16)
+    for m in (24, 40, 64, 100):
+        weight.check(weight.tokens(m), engine="gemm")
+
+
 @pytest.mark.parametrize(("kind", "bits"), SOME)
 @pytest.mark.parametrize(("n", "k"), BLOCKS)
 def test_a_token_keeps_its_bits(kind: str, bits: int, n: int, k: int) -> None:

@@ -48,6 +48,8 @@ def test_tokens_decide() -> None:
     assert select(m=64, n=6144)["chosen"] == select(m=64, n=28672)["chosen"] == "gemm"
     assert select(m=65, n=6144)["chosen"] == select(m=128, n=6144)["chosen"] == "gemm_split"
     assert select(bits=6, m=65, n=10240)["chosen"] == "gemm_split"
+    assert select("planes", 8, m=64, group=64)["tile"] == (64, 64, 2)
+    assert select("planes", 8, m=64, group=32)["tile"] == (32, 64, 2), "a ring would have one stage"
     assert select(m=65, n=28672)["chosen"] == select(bits=6, m=65, n=16384)["chosen"] == "gemm_many"
     with pytest.raises(ValueError, match="gemm_split: up to 128 columns there is nothing to divide"):
         select(m=256, k=128, engine="gemm_split")

@@ -155,6 +155,11 @@ def test_wrong_operands_are_refused_by_name() -> None:
         (TypeError, "packed: expected dtype int32, got float32", {"packed": packed.float()}),
         (TypeError, "zero: expected dtype uint8, got float32", {"zero": zero.float()}),
         (ValueError, r"zero: expected a contiguous tensor of shape \[3, 40\], got \[2, 40\]", {"zero": zero[1:]}),
+        (
+            ValueError,
+            r"scale: expected a contiguous tensor of shape \[3, 40\], got \[3, 40\] with strides \[80, 2\]",
+            {"scale": scale.repeat_interleave(2, 1)[:, ::2]},
+        ),
         (ValueError, r"bias: expected shape \[40\], got \[39\]", {"bias": torch.zeros(39)}),
         (ValueError, "x_scale: expected one for int8 x and None for others, got None for torch.int8", {"x": x.char()}),
         (ValueError, "x_scale: expected one .*, got one for torch.float32", {"x_scale": torch.ones(2)}),

@@ -242,6 +242,7 @@ REFUSED = [
         "fast_accumulate: expected False",
     ),
     ({"x_zero_point": 3, "w_sum": "sums"}, ValueError, "x_zero_point: expected None beside float8"),
+    ({"w_sum": "sums"}, ValueError, "w_sum: expected None beside float8"),
     ({"out_dtype": torch.float8_e5m2}, ValueError, "out_dtype: expected one of"),
     ({"out_dtype": E4M3}, ValueError, "out_scale: expected one beside out_dtype=torch.float8_e4m3fn, got None"),
     ({"out_scale": 1.0}, ValueError, "out_scale: expected None beside out_dtype=torch.float16"),

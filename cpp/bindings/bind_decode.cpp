@@ -79,7 +79,7 @@ py::object quantized_linear(const py::tuple& fields) {
 void expect_tensor(const TensorView& tensor, const std::vector<int64_t>& shape, const TensorView& reference) {
   expect_same_device(tensor, reference);
   if (shape_of(tensor) != shape || !tensor.is_contiguous()) {
-    refuse<ValueError>(tensor.name, "a contiguous tensor of shape " + text_of(shape), tensor.shape_text());
+    refuse<ValueError>(tensor.name, "a contiguous tensor of shape " + text_of(shape), tensor.layout_text());
   }
 }
 

@@ -61,7 +61,7 @@ Levels parse_levels(py::handle given) {
 void expect_beside(const TensorView& tensor, const std::vector<int64_t>& shape, const TensorView& packed) {
   expect_same_device(tensor, packed);
   if (shape_of(tensor) != shape || !tensor.is_contiguous()) {
-    refuse<ValueError>(tensor.name, "a contiguous tensor of shape " + text_of(shape), tensor.shape_text());
+    refuse<ValueError>(tensor.name, "a contiguous tensor of shape " + text_of(shape), tensor.layout_text());
   }
 }
 

@@ -15,7 +15,7 @@ void check_weight(const TensorView& w, const TensorView& x, int64_t k) {
   expect_dtype(w, {DType::kInt8});
   expect_same_device(w, x);
   if (w.ndim() != 2 || w.size(1) != k || w.size(0) < 1 || w.size(0) > kMaxExtent || !w.is_contiguous()) {
-    refuse<ValueError>("w", "a contiguous tensor of shape [N, " + std::to_string(k) + "]", w.shape_text());
+    refuse<ValueError>("w", "a contiguous tensor of shape [N, " + std::to_string(k) + "]", w.layout_text());
   }
 }
 

@@ -86,7 +86,7 @@ py::object gather_op(py::handle x_object, const py::tuple& peer_fields) {
   GatherArgs args;
   args.peers = parse_peers(given, x);
   const auto sizes = py::cast<Sizes>(given.sizes);
-  if (x.ndim() < 1 || !x.is_contiguous()) refuse<ValueError>("x", "a contiguous tensor", "shape " + x.shape_text());
+  if (x.ndim() < 1 || !x.is_contiguous()) refuse<ValueError>("x", "a contiguous tensor", "shape " + x.layout_text());
   const auto element = static_cast<int64_t>(size_of(x.dtype));
   args.rows = static_cast<int>(x.rows());
   args.x = x.data();

@@ -73,6 +73,14 @@ DLDataType to_dl(DType type) {
   }
 }
 
+// of_axis: what stands there for an axis.
+template <class F>
+std::string list_text(int axes, F of_axis) {
+  std::string text = "[";
+  for (int i = 0; i < axes; ++i) text += (i > 0 ? ", " : "") + std::to_string(of_axis(i));
+  return text + "]";
+}
+
 }  // namespace
 
 TensorView::TensorView(py::handle object, const char* argument) : name(argument) {
@@ -81,7 +89,8 @@ TensorView::TensorView(py::handle object, const char* argument) : name(argument)
   }
   if (exchange_api()->dltensor_from_py_object_no_sync(object.ptr(), &dl) != 0) {
     const py::error_already_set error;
-    refuse<TypeError>(name, "a dense strided tensor", std::string(error.what()));
+    const std::string what = error.what();  // torch adds where in its source, line by line
+    refuse<TypeError>(name, "a dense strided tensor", what.substr(0, what.find('\n')));
   }
   dtype = dtype_of(dl.dtype);
 }
@@ -106,9 +115,12 @@ bool TensorView::is_contiguous() const {
 }
 
 std::string TensorView::shape_text() const {
-  std::string text = "[";
-  for (int i = 0; i < ndim(); ++i) text += (i > 0 ? ", " : "") + std::to_string(size(i));
-  return text + "]";
+  return list_text(ndim(), [this](int i) { return size(i); });
+}
+
+std::string TensorView::layout_text() const {
+  if (is_contiguous()) return shape_text();
+  return shape_text() + " with strides " + list_text(ndim(), [this](int i) { return stride(i); });
 }
 
 std::string TensorView::device_text() const {

@@ -41,6 +41,7 @@ class TensorView {
   }
 
   std::string shape_text() const;   // "[2, 3]"
+  std::string layout_text() const;  // the same, "[2, 3] with strides [6, 2]" where it is not contiguous
   std::string device_text() const;  // "cuda:0"
   std::string dtype_text() const;   // "float64"
   bool is_contiguous() const;

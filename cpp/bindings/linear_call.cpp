@@ -135,7 +135,9 @@ void parse_residual(LinearCall& call, py::handle object) {
 
 void parse_zero_point(LinearCall& call, py::handle zero, py::handle sums) {
   if (zero.is_none() && sums.is_none()) return;
-  if (call.args.w_type != DType::kInt8) refuse<ValueError>("x_zero_point", "None beside float8", "one");
+  if (call.args.w_type != DType::kInt8) {
+    refuse<ValueError>(zero.is_none() ? "w_sum" : "x_zero_point", "None beside float8", "one");
+  }
   if (zero.is_none()) refuse<ValueError>("x_zero_point", "an int or tensor beside w_sum", "None");
   if (sums.is_none()) {
     refuse<ValueError>("w_sum", "int32 [N], the sums of w's rows, beside x_zero_point (octofuse.weight_sums(w))",
@@ -152,7 +154,7 @@ void parse_zero_point(LinearCall& call, py::handle zero, py::handle sums) {
   expect_same_device(*call.w_sum, call.x);
   if (call.w_sum->ndim() != 1 || call.w_sum->size(0) != call.args.n || !call.w_sum->is_contiguous()) {
     refuse<ValueError>("w_sum", "a contiguous tensor of shape [" + std::to_string(call.args.n) + "]",
-                       call.w_sum->shape_text());
+                       call.w_sum->layout_text());
   }
   epilogue.w_sum = call.w_sum->data<const int32_t>();
 }

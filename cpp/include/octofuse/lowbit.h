@@ -22,10 +22,10 @@
 // 128 values of a token in a k-block share a power of two, by which they become integers of 16 bits. Products of these
 // run on int8 or binary tensor cores and are exact; those of a codebook's levels, integers of 16 bits as well, but for
 // 2^-16 of the largest. Beside float8 the values become fp16, and tensor cores add their products in fp32. Sums over
-// groups are in fp32, in an order of K alone. More tokens (lowbit/gemm_kernel.cuh, lowbit/gemm_many_kernel.cuh):
-// weights are rounded once, to x's type, and multiplied on its tensor cores, with sums in fp32, in an order of N and K
-// in the one and of K alone in the other; a second one of K alone where blocks divide K. So by one engine a token's
-// bits do not depend on the other tokens.
+// groups are in fp32, in an order of K alone. More tokens (lowbit/gemm_kernel.cuh and gemm_stream.cuh, which
+// give the same bits, lowbit/gemm_many_kernel.cuh): weights are rounded once, to x's type, and multiplied on its tensor
+// cores, with sums in fp32, in an order of N and K in the one and of K alone in the other; a second one of K alone
+// where blocks divide K. So by one engine a token's bits do not depend on the other tokens.
 #pragma once
 
 #include <array>
@@ -73,8 +73,9 @@ struct LowbitDecision {
   std::vector<std::pair<std::string, std::string>> declined;  // engine, reason
 };
 
-// How an engine for many tokens cuts the outputs: its blocks' tile, the blocks that divide K, and whether clusters
-// share the tiles that are left over behind whole rounds. Other engines: no tokens.
+// How an engine for many tokens cuts the outputs: its blocks' tile, the blocks that divide K, and whether blocks share
+// tiles: gemm_many's clusters those that are left over behind whole rounds, gemm's blocks all. Other engines: no
+// tokens.
 struct LowbitTile {
   int tokens = 0, channels = 0, split = 1;
   bool shares = false;

@@ -50,13 +50,13 @@ bool run_few(const RowPassArgs&, cudaStream_t) { return false; }
 
 namespace octofuse::lowbit {
 
-void run_gemm(const LowbitArgs&, int, cudaStream_t) {
+void run_gemm(const LowbitArgs&, int, cudaStream_t, const Allocator&) {
   throw RuntimeError("lowbit_gemm: this build holds no sm_90a kernels");
 }
-void run_gemm_split(const LowbitArgs&, int, cudaStream_t) {
+void run_gemm_split(const LowbitArgs&, int, cudaStream_t, const Allocator&) {
   throw RuntimeError("lowbit_gemm_split: this build holds no sm_90a kernels");
 }
-void run_gemm_many(const LowbitArgs&, int, cudaStream_t) {
+void run_gemm_many(const LowbitArgs&, int, cudaStream_t, const Allocator&) {
   throw RuntimeError("lowbit_gemm_many: this build holds no sm_90a kernels");
 }
 

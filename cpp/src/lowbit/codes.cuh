@@ -91,6 +91,19 @@ struct WordsInOrder {
   }
 };
 
+// Where a field of `field` bits of register r lies: in which word of the field's, and how many bits up in each byte.
+struct FieldPlace {
+  int word, shift;
+
+  __host__ __device__ constexpr FieldPlace(int field, int r) : word(0), shift(0) {
+    const int step = r / 4;
+    const int half = r / 2 % 2;
+    const int at = field > 2 ? r : r % 2 * 8 + (field == 2 ? half * 4 + step : step * 2 + half);
+    word = at * field / 8;
+    shift = at * field % 8;
+  }
+};
+
 // Register r of a lane's 16: four codes, one in each byte. r is known at compile time.
 template <int kWidth>
 __device__ inline uint32_t codes_of(const uint32_t (&words)[2 * kWidth], int r) {
@@ -100,12 +113,9 @@ __device__ inline uint32_t codes_of(const uint32_t (&words)[2 * kWidth], int r) 
 #pragma unroll
   for (int field = 8; field > 0; field /= 2) {
     if ((kWidth & field) == 0) continue;
-    const int per_word = 8 / field;
-    const int step = r / 4;
-    const int half = r / 2 % 2;
-    const int at = field > 2 ? r : r % 2 * 8 + (field == 2 ? half * 4 + step : step * 2 + half);
-    const uint32_t word = words[first + at / per_word];
-    const int shift = at % per_word * field - low;
+    const FieldPlace place(field, r);
+    const uint32_t word = words[first + place.word];
+    const int shift = place.shift - low;
     const uint32_t mask = 0x01010101U * (((1U << field) - 1U) << low);
     codes |= (shift >= 0 ? word >> shift : word << -shift) & mask;
     first += 2 * field;

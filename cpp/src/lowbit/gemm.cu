@@ -22,9 +22,10 @@ GemmKernel kernel_for(const LowbitArgs& args, const GemmShape& shape) {
 
 }  // namespace
 
-void run_gemm(const LowbitArgs& args, int device, cudaStream_t stream) {
+void run_gemm(const LowbitArgs& args, int device, cudaStream_t stream, const Allocator& allocate) {
   if (has_integers(args)) return run_gemm_integer(args, device, stream);
-  const GemmShape shape(args.m, args.n, k_blocks_of(args.k), has_every_block(args.format, args.bits));
+  if (streams(problem_of(args))) return run_gemm_stream(args, device, stream, allocate);
+  const GemmShape shape(problem_of(args));
   launch_gemm(args, kernel_for(args, shape), shape.split, device, stream);
 }
 

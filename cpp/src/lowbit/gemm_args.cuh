@@ -1,4 +1,4 @@
-// What gemm_kernel.cuh and gemm_many_kernel.cuh share: a kernel at compile time, and what the host hands to it.
+// What the kernels of gemm and gemm_many share: a kernel at compile time, and what the host hands to it.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,13 @@
 #include "lowbit/integers.cuh"
 #include "lowbit/stage.cuh"
 #include "lowbit/weights.cuh"
+#include "octofuse/error.h"
 
 namespace octofuse::lowbit {
 
 constexpr int kMostStages = 16;
-constexpr int kTokenRun = 128;       // bytes of a token that are copied and multiplied at a time: TMA's widest swizzle
-constexpr int kSwizzleRows = 8;      // runs that a swizzle's unit has
-constexpr int kBarrierBytes = 1024;  // a multiple of that unit
+constexpr int kTokenRun = 128;   // bytes of a token that are copied and multiplied at a time: TMA's widest swizzle
+constexpr int kSwizzleRows = 8;  // runs that a swizzle's unit has
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
@@ -42,6 +42,7 @@ struct GemmArgs {
   int twice_zero;                   // where there are no zero points: 0 with them
   bool has_scales;                  // of groups: beside integers uniform codes have none
   bool has_zeros, constant_weight, chained;
+  bool plain;  // a k-block has one scale and no zero point, the zero of all is an integer
   StageLayout layout;
   uint16_t levels[16];  // of a codebook, in x's type
   CUtensorMap codes, scales, zeros, x;
@@ -77,27 +78,10 @@ struct GemmTraits {
   static constexpr int kGroups = kConsumers / kGroupThreads;
   static constexpr int kSlicesOfGroup = kSlices / kGroups;
   static constexpr int kTokenBytes = kTokens * kTokenRun;  // of a run
+  static constexpr int kWriters = 1;                       // blocks that write to a block's tokens
   static constexpr int kPitch = pitch_of(kChannels);
   static constexpr int kOutputs = kTokens * kPitch;                           // a group's sums
   static constexpr int kTableBytes = Code::kCodebook ? kLevelTableBytes : 0;  // in front of the rings
-};
-
-struct Barriers {
-  FullBarrier full[kMostStages];
-  EmptyBarrier empty[kMostStages];
-};
-
-// A group's way through the stages of its ring.
-struct RingPosition {
-  int first, end, slot;
-  uint32_t phase = 0;
-
-  __device__ RingPosition(int group, int stages) : first(group * stages), end(first + stages), slot(first) {}
-
-  __device__ void next() {
-    slot = slot + 1 < end ? slot + 1 : first;
-    phase ^= slot == first ? 1U : 0U;
-  }
 };
 
 // ---- launch ----
@@ -111,8 +95,8 @@ struct GemmKernel {
   int code_bytes;  // of a row tile and plane
   int table_bytes;
   uint32_t base;           // Dequantizer's
-  int exchange_bytes = 0;  // of sums, between blocks that divide K
-  int handover_bytes = 0;  // of a thread's sums, between clusters that share a tile
+  int exchange_bytes = 0;  // of sums in shared memory: another block's, or a group's
+  int handover_bytes = 0;  // of a thread's sums, between blocks that share a tile
   int stage_barriers = 0;  // bytes; 0: they do not lie in the stages
 };
 
@@ -176,6 +160,7 @@ inline GemmArgs gemm_args_of(const LowbitArgs& given, const Weight& w, const Gem
   args.has_scales = !has_integers(given) || given.format == LowbitFormat::kTwoLevel;
   args.has_zeros = w.has_zeros != 0;
   args.twice_zero = w.twice_zero;
+  args.plain = w.groups.segments == 1 && !args.has_zeros && w.twice_zero % 2 == 0;
   args.constant_weight = given.constant_weight;
   args.chained = chained;
   if (given.format == LowbitFormat::kCodebook) {

@@ -1,9 +1,9 @@
-// The consumer warps of gemm, and their arithmetic for gemm_many: they dequantise a k-block's codes in registers
-// and multiply them by the tokens there.
+// The consumer warps: they dequantise a k-block's codes in registers and multiply them by the tokens there.
 #pragma once
 
-#include "lowbit/gemm_args.cuh"
+#include "lowbit/gemm_ring.cuh"
 #include "lowbit/integers.cuh"
+#include "lowbit/shape.h"
 
 namespace octofuse::lowbit {
 
@@ -32,7 +32,7 @@ struct Multiply;
   OCTOFUSE_MULTIPLY_AS(DType::kFloat16, float, N, MMA_64x##N##x16_F32F16F16_RS, <Major::K, Major::K>);    \
   OCTOFUSE_MULTIPLY_AS(DType::kBFloat16, float, N, MMA_64x##N##x16_F32BF16BF16_RS, <Major::K, Major::K>); \
   OCTOFUSE_MULTIPLY_AS(DType::kInt8, uint32_t, N, MMA_64x##N##x32_S32S8S8_RS_TN)
-OCTOFUSE_MULTIPLY_AS(DType::kInt8, uint32_t, 16, MMA_64x16x32_S32S8S8_RS_TN);
+OCTOFUSE_MULTIPLY(16);
 OCTOFUSE_MULTIPLY(32);
 OCTOFUSE_MULTIPLY(64);
 OCTOFUSE_MULTIPLY(128);
@@ -61,15 +61,15 @@ struct OperandPlace {
 };
 
 // Makes the first operand of a warp's 16 channels of a part: a run at a time, which is 4 products. start() requests a
-// k-block's codes.
-template <class Traits>
+// k-block's codes. kPlain: GemmArgs::plain.
+template <class Traits, bool kPlain>
 class FloatOperand {
   using Code = typename Traits::Code;
   const GemmArgs& args_;
   const OperandPlace<Traits> at_;
   uint32_t words_[Code::kPlanes ? 1 : Code::kWords];
   int part_ = 0;
-  Dequantizer<Code, Traits::kType> dequantizer_;
+  Dequantizer<Code, Traits::kType, kPlain> dequantizer_;
 
  public:
   // table: a codebook's, in shared memory.
@@ -90,25 +90,37 @@ class FloatOperand {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int step = run * 2 + i;
-        if (step == 0 || args_.groups.segments > 1) set_scales(stage, step);
-        if constexpr (decltype(dequantizer_)::kNibbles) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) dequantizer_.of_nibbles(words_[step * 2 + j], a + i * 8 + j * 4);
-          continue;
-        }
-        uint32_t codes[4];
-        codes_of_step<Traits::kFormat, Code::kWidth>(words_, step, codes);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          uint32_t* const to = a + i * 8 + j / 2 * 4 + j % 2;
-          dequantizer_.weights(j % 2, codes[j], to[0], to[2]);
-        }
+        if (step == 0 || (!kPlain && args_.groups.segments > 1)) set_scales(stage, step);
+        make_step(step, a + i * 8);
       }
     }
   }
 
  private:
   __device__ int codes() const { return at_.codes + part_ * at_.to_next_codes; }
+
+  // The 8 registers of a step of 32 columns.
+  __device__ void make_step(int step, uint32_t* a) {
+    constexpr CodesAs kTakes = decltype(dequantizer_)::kTakes;
+    if constexpr (kTakes == CodesAs::kNibbles) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) dequantizer_.of_nibbles(words_[step * 2 + j], a + j * 4);
+    } else if constexpr (kTakes == CodesAs::kFields) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const FieldPlace place(Code::kWidth, step * 4 + j);
+        dequantizer_.of_fields(j % 2, words_[place.word], place.shift, a + j / 2 * 4 + j % 2);
+      }
+    } else {
+      uint32_t codes[4];
+      codes_of_step<Traits::kFormat, Code::kWidth>(words_, step, codes);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t* const to = a + j / 2 * 4 + j % 2;
+        dequantizer_.weights(j % 2, codes[j], to[0], to[2]);
+      }
+    }
+  }
 
   // Which of the k-block's groups a step lies in.
   __device__ int group_of(int step) const {
@@ -129,7 +141,7 @@ class FloatOperand {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       dequantizer_.set_scale(i, scale(stage, group, 0, i));
-      if (args_.has_zeros) dequantizer_.set_zero(i, static_cast<uint8_t>(zeros[i * 8]));
+      if (!kPlain && args_.has_zeros) dequantizer_.set_zero(i, static_cast<uint8_t>(zeros[i * 8]));
     }
   }
 
@@ -191,8 +203,20 @@ class IntegerOperand {
   }
 };
 
-template <class Traits>
-using Operand = std::conditional_t<Traits::kIntegers, IntegerOperand<Traits>, FloatOperand<Traits>>;
+template <class Traits, bool kPlain>
+using Operand = std::conditional_t<Traits::kIntegers, IntegerOperand<Traits>, FloatOperand<Traits, kPlain>>;
+
+// f(whether the weight is plain, an integral constant). A loop of their own is for those that have instructions to save
+// in it, of common widths: 160 instead of 184 for a k-block of 4 bits.
+template <class Traits, class F>
+__device__ void with_plain(const GemmArgs& args, F f) {
+  constexpr bool kGains = !Traits::kIntegers && Traits::kFormat != LowbitFormat::kPlanes &&
+                          has_every_block(Traits::kFormat, Traits::Code::kWidth);
+  if constexpr (kGains) {
+    if (args.plain) return f(std::true_type());
+  }
+  f(std::false_type());
+}
 
 // f(each sum)
 template <class Sum, int kSums, class F>
@@ -217,66 +241,101 @@ __device__ void multiply(uint64_t tokens, int run, uint32_t (&a)[4 * kProducts],
   cute::warpgroup_commit_batch();
 }
 
-// The sums over `k_blocks` k-blocks. While the tensor cores multiply one run the warp makes the operand of the next:
-// ptxas lets these overlap in this form of the loop alone, where the operand for the next turn is made at the end of
-// this one and nothing else touches the sums (C7513 to C7515 otherwise). A turn has two runs: a k-block's or, of
-// integers, those of two k-blocks.
+// Every warp fences its sums before products and behind them.
+template <class... Sums>
+__device__ void fence(Sums&... sums) {
+  (for_each_sum(sums, [](auto& sum) { cute::warpgroup_fence_operand(sum); }), ...);
+}
+
+// Two k-blocks a turn, of one run each. stage: the first one's, whose operand is made.
 template <class Traits>
-__device__ void multiply_blocks(const GemmArgs& args, int k_blocks, const char* ring, Barriers& barriers,
-                                RingPosition& at, typename Traits::Sum (&sums)[Traits::kSums]) {
-  Operand<Traits> operand(args, ring - Traits::kTableBytes);
-  uint32_t a[2][4 * kProducts];
-  for_each_sum(sums, [](auto& sum) { sum = 0; });
-  if (k_blocks == 0) return;
-  for_each_sum(sums, [](auto& sum) { cute::warpgroup_fence_operand(sum); });
-  const char* stage = nullptr;
-  const auto next_stage = [&] {
-    stage = ring + at.slot * args.layout.stage;
-    barriers.full[at.slot].wait(at.phase);
-    operand.start(stage);
+__device__ void multiply_pairs(Operand<Traits, false>& operand, OneRing<Traits>& ring, int turns, int stage,
+                               uint32_t (&a)[2][4 * kProducts], typename Traits::Sum (&sums)[Traits::kSums]) {
+  const auto take = [&] {
+    const int taken = ring.take();
+    operand.start(ring.memory(taken));
+    return taken;
   };
-  const auto tokens_of = [&](int slot) {
-    return wgmma::descriptor_of(wgmma::low_descriptor(ring) + slot * (static_cast<uint32_t>(args.layout.stage) / 16));
-  };
-  next_stage();
-  operand.make(stage, 0, a[0]);
-  int last = -1;  // the slot before this one
+  int second = -1;
 #pragma unroll 1
   while (true) {
-    int slot = at.slot;
-    if constexpr (Traits::kIntegers) {
-      at.next();
-      if (Traits::kAsksAhead && k_blocks > 1) next_stage();
-      multiply<Traits>(tokens_of(slot), 0, a[0], sums);
-      cute::warpgroup_wait<1>();  // the k-block before this one is done
-      if (last >= 0) barriers.empty[last].arrive();
-      last = slot;
-      if (--k_blocks == 0) break;
-      if (!Traits::kAsksAhead) next_stage();
-      operand.make(stage, 0, a[1]);
-      slot = at.slot;
-    } else {
-      multiply<Traits>(tokens_of(slot), 0, a[0], sums);
-      cute::warpgroup_wait<1>();
-      if (last >= 0) barriers.empty[last].arrive();
-      operand.make(stage, 1, a[1]);
-    }
-    at.next();
-    if (Traits::kAsksAhead && k_blocks > 1) next_stage();
-    multiply<Traits>(tokens_of(slot), Traits::kRuns - 1, a[1], sums);
-    if constexpr (Traits::kIntegers) {
-      cute::warpgroup_wait<1>();
-      barriers.empty[last].arrive();
-    }
-    last = slot;
-    if (--k_blocks == 0) break;
-    if (!Traits::kAsksAhead) next_stage();
-    if constexpr (!Traits::kIntegers) cute::warpgroup_wait<1>();
-    operand.make(stage, 0, a[0]);
+    const int last = second;  // the stage before
+    if constexpr (Traits::kAsksAhead) second = take();
+    multiply<Traits>(ring.tokens(stage), 0, a[0], sums);
+    if constexpr (!Traits::kAsksAhead) second = take();
+    cute::warpgroup_wait<1>();
+    ring.release(last);
+    operand.make(ring.memory(second), 0, a[1]);
+    int next = -1;
+    if (Traits::kAsksAhead && turns > 1) next = take();
+    multiply<Traits>(ring.tokens(second), 0, a[1], sums);
+    if (--turns == 0) break;
+    if constexpr (!Traits::kAsksAhead) next = take();
+    cute::warpgroup_wait<1>();
+    ring.release(stage);
+    stage = next;
+    operand.make(ring.memory(stage), 0, a[0]);
   }
   cute::warpgroup_wait<0>();
-  if constexpr (Traits::kSlicesOfGroup > 1) barriers.empty[last].arrive();  // the next slice fills it again
-  for_each_sum(sums, [](auto& sum) { cute::warpgroup_fence_operand(sum); });
+  ring.release(stage);
+  ring.release(second);
+}
+
+// Two runs of a k-block a turn. stage: the first one's, of which the first run's operand is made.
+template <class Traits, bool kPlain>
+__device__ void multiply_runs(Operand<Traits, kPlain>& operand, OneRing<Traits>& ring, int k_blocks, int stage,
+                              uint32_t (&a)[2][4 * kProducts], typename Traits::Sum (&sums)[Traits::kSums]) {
+  int last = -1;  // the stage before
+#pragma unroll 1
+  while (true) {
+    const uint64_t tokens = ring.tokens(stage);
+    multiply<Traits>(tokens, 0, a[0], sums);
+    cute::warpgroup_wait<1>();
+    ring.release(last);
+    operand.make(ring.memory(stage), 1, a[1]);
+    multiply<Traits>(tokens, 1, a[1], sums);
+    last = stage;
+    if (--k_blocks == 0) break;
+    stage = ring.take();
+    operand.start(ring.memory(stage));
+    cute::warpgroup_wait<1>();
+    operand.make(ring.memory(stage), 0, a[0]);
+  }
+  cute::warpgroup_wait<0>();
+  ring.release(last);
+}
+
+// Adds the products of so many k-blocks to the sums. While the tensor cores multiply one run the warp makes the operand
+// of the next: ptxas lets these overlap in this form of the loop alone, where the operand for the next turn is made at
+// the end of this one and nothing else touches the sums (C7513 to C7515 otherwise). Of integers an odd k-block goes
+// first.
+template <class Traits, bool kPlain>
+__device__ void multiply_tile(const GemmArgs& args, const char* table, OneRing<Traits>& ring, int k_blocks,
+                              typename Traits::Sum (&sums)[Traits::kSums]) {
+  if (k_blocks == 0) return;
+  Operand<Traits, kPlain> operand(args, table);
+  uint32_t a[2][4 * kProducts];
+  fence(sums);
+  const auto take = [&] {
+    const int stage = ring.take();
+    operand.start(ring.memory(stage));
+    operand.make(ring.memory(stage), 0, a[0]);
+    return stage;
+  };
+  int stage = take();
+  if constexpr (Traits::kIntegers) {
+    if (k_blocks % 2 == 1) {
+      multiply<Traits>(ring.tokens(stage), 0, a[0], sums);
+      cute::warpgroup_wait<0>();
+      ring.release(stage);
+      if (k_blocks == 1) return fence(sums);  // not a branch around the loop: in it ptxas would move descriptors again
+      stage = take();
+    }
+    multiply_pairs<Traits>(operand, ring, k_blocks / 2, stage, a, sums);
+  } else {
+    multiply_runs<Traits, kPlain>(operand, ring, k_blocks, stage, a, sums);
+  }
+  fence(sums);
 }
 
 }  // namespace octofuse::lowbit

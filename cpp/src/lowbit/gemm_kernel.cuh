@@ -4,7 +4,7 @@
 //
 // Words. Row tile: 16 output channels. k-block: 128 columns of K. Stage: the shared memory of one k-block; a ring is
 // several stages used in turn. K slice: a run of neighbouring k-blocks. Cluster: `split` blocks with the same outputs,
-// which divide the K slices. "Group" is two things: in kGroups, KRange and RingPosition a team of consumer warpgroups
+// which divide the K slices. "Group" is two things: in kGroups and KRange a team of consumer warpgroups
 // with a ring of its own; in Groups and `segments` the columns that share a scale.
 //
 //   global memory         shared memory: one stage                  registers of a consumer warpgroup
@@ -19,7 +19,7 @@
 // Who does what:
 //   4 producer warps     (gemm_producer.cuh) one lane of each issues copies. With 4 groups a warp copies all that one
 //                        group reads; with 2, two warps copy weights and two tokens; with 1, one each, two are idle.
-//   barriers             full[stage]: its bytes have arrived. empty[stage]: the consumers have read it.
+//   barriers             in front of each stage (gemm_ring.cuh): its bytes have arrived; the consumers have read it.
 //   consumer warpgroups  (gemm_consumer.cuh) 64 channels each: read the codes, make the operand of a run in registers
 //                        (64 columns, of int8 128), start wgmmas on it, and meanwhile make the next. More warpgroups
 //                        than the channels need form groups that divide K. With fewer groups than slices (the sums of
@@ -143,22 +143,23 @@ __device__ void finish(const GemmArgs& args, const typename Traits::Sum* outputs
 
 // A consumer warpgroup's way: the sums of its group's K slices, which it leaves in shared memory and adds to the
 // others'.
-template <class Traits>
-__device__ void multiply_slices(const GemmArgs& args, char* ring, Barriers& barriers) {
+template <class Traits, bool kPlain>
+__device__ void multiply_slices(const GemmArgs& args, const char* table, char* rings) {
   constexpr int kWarpgroups = Traits::kGroupThreads / 128;
   const int group = wgmma::warpgroup_of(static_cast<int>(threadIdx.x)) / kWarpgroups;
-  RingPosition at(group, args.layout.stages);
+  OneRing<Traits> ring(rings + group * args.layout.stages * args.layout.stage, args.layout);
   typename Traits::Sum sums[Traits::kSums];
   typename Traits::Sum total[Traits::kSums];
 #pragma unroll 1
   for (int i = 0; i < Traits::kSlicesOfGroup; ++i) {
     const KRange<Traits> range(args, group, i, 1);
-    multiply_blocks<Traits>(args, range.end - range.first, ring, barriers, at, sums);
+    for_each_sum(sums, [](auto& sum) { sum = 0; });
+    multiply_tile<Traits, kPlain>(args, table, ring, range.end - range.first, sums);
 #pragma unroll
     for (int j = 0; j < Traits::kSums; ++j) total[j] = i == 0 ? sums[j] : add(total[j], sums[j]);
   }
   barrier_sync<kConsumerBarrier, Traits::kConsumers>();  // nobody reads the rings any more
-  auto* const outputs = reinterpret_cast<typename Traits::Sum*>(ring);
+  auto* const outputs = reinterpret_cast<typename Traits::Sum*>(rings);
   store_sums<Traits>(total, outputs + group * Traits::kOutputs);
   add_groups<Traits>(args, outputs);
 }
@@ -166,15 +167,16 @@ __device__ void multiply_slices(const GemmArgs& args, char* ring, Barriers& barr
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_constant__ GemmArgs args) {
   extern __shared__ __align__(1024) char memory[];
-  Barriers& barriers = *reinterpret_cast<Barriers*>(memory);
-  char* const ring = memory + kBarrierBytes + Traits::kTableBytes;
+  char* const table = memory;
+  char* const rings = memory + Traits::kTableBytes + kBarrierBytes;
   const int thread = static_cast<int>(threadIdx.x);
   // The compiler knows this condition to be the same for a warp, and keeps descriptors in uniform registers.
   const bool is_producer = wgmma::warpgroup_of(thread) == Traits::kConsumers / 128;
   const int warp = wgmma::warp_of(thread) - Traits::kConsumers / 32;
   // The four producer warps: with four groups warp i copies all of group i; with two, warps 0 and 1 copy weights, 2 and
   // 3 tokens; with one, warp 0 weights, warp 1 tokens. Consumers compute these three as well, and do not use them.
-  const Producer<Traits> producer(args, barriers, ring, warp & (Traits::kGroups - 1));
+  const int group = warp & (Traits::kGroups - 1);
+  const Producer<Traits> producer(args, rings + group * args.layout.stages * args.layout.stage, group);
   const bool copies_weights = warp < Traits::kGroups;
   const bool copies_tokens = Traits::kGroups == 4 || warp / Traits::kGroups == 1;
   if (is_producer) {
@@ -185,8 +187,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_
     __syncwarp();
   }
   if constexpr (Traits::Code::kCodebook) {  // the consumers' warps, who read it, fill it
-    CodebookDequantizer<Traits::kType>::template fill<Traits::kConsumers>(
-        reinterpret_cast<uint32_t*>(ring - Traits::kTableBytes), args.levels);
+    CodebookDequantizer<Traits::kType>::template fill<Traits::kConsumers>(reinterpret_cast<uint32_t*>(table),
+                                                                          args.levels);
   }
   __syncthreads();
   launch_dependents();
@@ -197,7 +199,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_
     if ((copies_weights || copies_tokens) && cute::elect_one_sync()) producer.run(copies_weights, copies_tokens);
   } else {
     if constexpr (Traits::kTokens > 64) cutlass::arch::warpgroup_reg_alloc<Traits::kConsumers == 256 ? 224 : 152>();
-    multiply_slices<Traits>(args, ring, barriers);
+    with_plain<Traits>(args, [&](auto plain) { multiply_slices<Traits, plain.value>(args, table, rings); });
     // finish() reads x_scale, bias and residual. A full barrier implies that producers have waited, but an empty K
     // slice has none.
     wait_for_predecessors();
@@ -210,7 +212,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_
     cute::cluster_arrive();
     cute::cluster_wait();
   }
-  if (!is_producer) finish<Traits>(args, reinterpret_cast<typename Traits::Sum*>(ring));
+  if (!is_producer) finish<Traits>(args, reinterpret_cast<typename Traits::Sum*>(rings));
   __syncwarp();
   if (args.split > 1) {  // a block outlives the others' reads of its memory
     cute::cluster_arrive_relaxed();
@@ -222,13 +224,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_
 
 template <class Traits>
 GemmKernel gemm_kernel_of() {
-  if constexpr (Traits::kAsksAhead) {
-    // A group multiplies one stage, waits for the next, and has not given the one before back. No scales lie in these.
-    constexpr int64_t kStage = round_up(Traits::kTokenBytes + Traits::kRowTiles * Traits::Code::kBytes, 1024);
+  if constexpr (Traits::kIntegers) {
+    // A group multiplies one stage, waits for the next, and has not given the one before back. Of two levels 4 groups
+    // of a k-block have scales.
+    constexpr int kScales = Traits::kFormat == LowbitFormat::kTwoLevel ? 4 * 2 * Traits::kChannels : 0;
+    constexpr int64_t kStage = round_up(
+        Traits::kTokenBytes + Traits::kRowTiles * Traits::Code::kBytes + kScales + kBarriersOfStage, kBarrierBytes);
     static_assert((kMostShared - kBarrierBytes) / kStage / Traits::kGroups >= 3);
   }
   static DeviceFlags raised;
-  return kernel_of<Traits>(reinterpret_cast<const void*>(gemm_kernel<Traits>), &raised);
+  GemmKernel kernel = kernel_of<Traits>(reinterpret_cast<const void*>(gemm_kernel<Traits>), &raised);
+  kernel.stage_barriers = kBarriersOfStage;
+  return kernel;
 }
 
 // Launches one kernel; split: blocks that divide K.
@@ -238,9 +245,10 @@ inline void launch_gemm(const LowbitArgs& given, const GemmKernel& kernel, int s
   GemmArgs args = gemm_args_of(given, w, kernel, split * kernel.slices, std::min(given.m, kernel.tokens),
                                kernel.tokens * kBlockK * kernel.token_size, is_chained(stream, device));
   args.split = split;
-  // At least 2: a stage comes free when the next one is being multiplied. (kAsksAhead: see gemm_kernel_of().)
+  // 2 at least (GemmShape): a stage comes free when the next one is being multiplied. Of integers 3 (gemm_kernel_of()).
   const int room = kMostShared - kBarrierBytes - kernel.table_bytes;
   args.layout.stages = std::min(room / args.layout.stage, kMostStages) / kernel.groups;
+  if (args.layout.stages < 2) throw RuntimeError("lowbit_gemm: a ring has fewer than two stages");
   const int outputs = kernel.tokens * pitch_of(kernel.channels) * 4;
   const int shared =
       kBarrierBytes + kernel.table_bytes + kernel.groups * std::max(args.layout.stages * args.layout.stage, outputs);

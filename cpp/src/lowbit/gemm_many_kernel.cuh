@@ -37,7 +37,8 @@ constexpr int many_parts_of(int tokens, int channels) { return tokens == 128 && 
 template <LowbitFormat kFormat, int kBits, DType kType, int kTokens, int kChannels, bool kSplitsK_ = false>
 struct ManyTraits : GemmTraits<kFormat, kBits, kType, kTokens, kChannels, many_parts_of(kTokens, kChannels)> {
   static constexpr bool kSplitsK = kSplitsK_;
-  static constexpr int kWriters = kSplitsK ? 1 : kSharing;  // blocks that write to a block's tokens
+  static constexpr int kNextBlock = kSharing;  // of the next cluster, from a block on
+  static constexpr int kWriters = kSplitsK ? 1 : kSharing;
   static constexpr int kConsumers = ManyTraits::kGroupThreads;
   static constexpr int kThreads = kConsumers + 128;
   static constexpr int kRegisters = kConsumers == 256 ? 232 : kConsumers == 384 ? 160 : 112;  // of a consumer
@@ -105,7 +106,7 @@ __device__ void begin_sums(const ManyWalk<Traits>& tile, const Handover<Traits>&
 }
 
 // A tile, or a part of it, of a warpgroup that has 64 channels. channel: its first.
-template <class Traits>
+template <class Traits, bool kPlain>
 __device__ void consume_tile(const ManyArgs& args, const ManyWalk<Traits>& tile, int channel, RingsOf<Traits>& rings,
                              const char* table, const Handover<Traits>& handover, Exchange<Traits>& exchange,
                              char* staging, int turn) {
@@ -114,7 +115,7 @@ __device__ void consume_tile(const ManyArgs& args, const ManyWalk<Traits>& tile,
   const TileEnd<Finished> end(args, token, channel, wgmma::warpgroup_of(static_cast<int>(threadIdx.x)), staging);
   typename Traits::Sum sums[Traits::kSums];
   begin_sums(tile, handover, sums);
-  multiply_tile<Traits>(args, table, rings, tile.count, sums);
+  multiply_tile<Traits, kPlain>(args, table, rings, tile.count, sums);
   handover.give(tile.gives, sums);
   if (tile.gives) return;
   if constexpr (Traits::kSplitsK) {
@@ -128,7 +129,7 @@ __device__ void consume_tile(const ManyArgs& args, const ManyWalk<Traits>& tile,
 }
 
 // The same of one that has two parts of 64.
-template <class Traits>
+template <class Traits, bool kPlain>
 __device__ void consume_two_parts(const ManyArgs& args, const ManyWalk<Traits>& tile, int channel,
                                   RingsOf<Traits>& rings, const char* table, const Handover<Traits>& handover,
                                   char* staging, int turn) {
@@ -138,7 +139,7 @@ __device__ void consume_two_parts(const ManyArgs& args, const ManyWalk<Traits>& 
   typename Traits::Sum sums[2][Traits::kSums];
 #pragma unroll
   for (int part = 0; part < 2; ++part) begin_sums(tile, handover, sums[part], part);
-  multiply_two_parts<Traits>(args, table, rings, tile.count, sums);
+  multiply_two_parts<Traits, kPlain>(args, table, rings, tile.count, sums);
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
     handover.give(tile.gives, sums[part], part);
@@ -153,7 +154,7 @@ __host__ __device__ constexpr int ring_bytes(const ManyArgs& args) {
 }
 
 // table: a codebook's.
-template <class Traits>
+template <class Traits, bool kPlain>
 __device__ void consume(const ManyArgs& args, ManyBarriers& barriers, const char* table, char* memory_of_rings) {
   wait_for_predecessors();
   const int warpgroup = wgmma::warpgroup_of(static_cast<int>(threadIdx.x));
@@ -174,9 +175,9 @@ __device__ void consume(const ManyArgs& args, ManyBarriers& barriers, const char
   for (ManyWalk<Traits> tile(args); tile.valid(); tile.next(), ++turn) {
     const int channel = tile.channel_tile * Traits::kChannels + warpgroup * (64 * Traits::kChannelParts);
     if constexpr (Traits::kChannelParts == 2) {
-      consume_two_parts<Traits>(args, tile, channel, rings, table, handover, own, turn);
+      consume_two_parts<Traits, kPlain>(args, tile, channel, rings, table, handover, own, turn);
     } else {
-      consume_tile<Traits>(args, tile, channel, rings, table, handover, exchange, own, turn);
+      consume_tile<Traits, kPlain>(args, tile, channel, rings, table, handover, exchange, own, turn);
     }
   }
 }
@@ -209,7 +210,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_many_kernel(const __
     if (warp == 1 && cute::elect_one_sync()) producer.tokens();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters>();
-    consume<Traits>(args, barriers, table, rings);
+    with_plain<Traits>(args, [&](auto plain) { consume<Traits, plain.value>(args, barriers, table, rings); });
   }
   __syncwarp();
   cute::cluster_sync();  // a block may still hear from the other: it must not end first
@@ -225,14 +226,6 @@ GemmKernel many_kernel_of() {
   kernel.handover_bytes = Handover<Traits>::kBytes;
   kernel.stage_barriers = Traits::kOneRing ? kBarriersOfStage : 0;
   return kernel;
-}
-
-// Memory by which clusters that share tiles hand sums over.
-inline HandoverArgs handover_args(const GemmKernel& kernel, int clusters, const Allocator& allocate) {
-  const int64_t threads = int64_t{clusters} * kSharing * (kernel.threads - 128);
-  const int64_t bytes = threads * kernel.handover_bytes;
-  auto* const memory = static_cast<char*>(allocate(static_cast<size_t>(bytes + threads / 32 * 8)));
-  return {reinterpret_cast<float4*>(memory), reinterpret_cast<uint64_t*>(memory + bytes), next_mark()};
 }
 
 // Tiles of tokens of a band (ManyWalk): it goes through all weights before the next one, so its tokens are to stay in
@@ -262,12 +255,12 @@ inline void launch_gemm_many(const LowbitArgs& given, const GemmKernel& kernel, 
   args.k_blocks = w.k_blocks;
   args.token_tiles = shape.token_tiles;
   args.channel_pairs = shape.channel_pairs;
-  args.band = band_of(w.k_blocks, kernel.token_size, shape.tokens);
+  args.band = std::min(band_of(w.k_blocks, kernel.token_size, shape.tokens), shape.token_tiles);
   args.clusters = static_cast<int>(std::min<int64_t>(device_capability(device).sm_count / kSharing, shape.tiles()));
   const auto left_over = static_cast<int>(shape.tiles() % args.clusters);
   if (shape.shares && left_over > 0 && shape.tiles() > args.clusters) {
     args.shared_tiles = args.clusters + left_over;
-    args.handover = handover_args(kernel, args.clusters, allocate);
+    args.handover = handover_args(kernel, args.clusters * kSharing, allocate);
   }
   args.by_pieces = given.out_type == given.type && given.n % 8 == 0 && is_aligned(given.out);
   launch_kernel("lowbit_gemm_many", kernel.function, dim3(static_cast<unsigned>(args.clusters * kSharing)),

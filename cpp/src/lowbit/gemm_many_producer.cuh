@@ -3,16 +3,10 @@
 #pragma once
 
 #include "device/chain.cuh"
-#include "lowbit/gemm_many_ring.cuh"
+#include "lowbit/gemm_copies.cuh"
+#include "lowbit/handover.cuh"
 
 namespace octofuse::lowbit {
-
-// What clusters that share tiles hand sums over by (gemm_many_exchange.cuh).
-struct HandoverArgs {
-  float4* sums;     // [cluster][block][warp][part][4 sums][lane]
-  uint64_t* marks;  // [cluster][block][warp]
-  uint64_t mark;    // of this call
-};
 
 struct ManyArgs : GemmArgs {  // layout: where a block has two rings, of the weights' alone
   int k_blocks;
@@ -127,26 +121,6 @@ class ManyWalk {
 
 // ---- copies ----
 
-__device__ inline void copy_box(const CUtensorMap& map, FullBarrier& full, char* to, int column, int row) {
-  constexpr auto kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  cute::SM90_TMA_LOAD_2D::copy(&map, reinterpret_cast<uint64_t*>(&full), kNormal, to, column, row);
-}
-
-// A block's weights of a k-block. full: the barrier that counts their bytes.
-template <class Traits>
-__device__ inline void copy_weights(const ManyArgs& args, FullBarrier& full, char* to, int k_block, int channel_tile) {
-  const StageLayout& layout = args.layout;
-  const int scales = args.groups.segments * Traits::kChannels;
-  const int channel = channel_tile * Traits::kChannels;
-  const int group = args.groups.of(k_block, 0);
-  full.arrive_and_expect_tx(static_cast<uint32_t>(Traits::kRowTiles * layout.tile +
-                                                  (args.has_scales ? args.planes * scales * 2 : 0) +
-                                                  (args.has_zeros ? scales : 0)));
-  copy_box(args.codes, full, to + layout.codes, k_block * (layout.tile / 8), channel_tile * Traits::kRowTiles);
-  if (args.has_scales) copy_box(args.scales, full, to + layout.scales, channel, group * args.planes);
-  if (args.has_zeros) copy_box(args.zeros, full, to + layout.zeros, channel, group);
-}
-
 // Half of a run of a tile's tokens, to both blocks of the cluster; where these divide K, all of it to this one.
 template <class Traits>
 __device__ inline void copy_tokens(const ManyArgs& args, FullBarrier& full, char* to, int column, int token) {
@@ -191,7 +165,7 @@ class TwoRingProducer {
 
   __device__ void weights() const {
     if (!args_.constant_weight) wait_for_predecessors();
-    RingPosition at(0, args_.layout.stages);
+    RingPosition at(args_.layout.stages);
 #pragma unroll 1
     for (ManyWalk<Traits> tile(args_); tile.valid(); tile.next()) {
 #pragma unroll 1
@@ -205,7 +179,7 @@ class TwoRingProducer {
 
   __device__ void tokens() const {
     wait_for_predecessors();
-    RingPosition at(0, args_.token_stages);
+    RingPosition at(args_.token_stages);
 #pragma unroll 1
     for (ManyWalk<Traits> tile(args_); tile.valid(); tile.next()) {
 #pragma unroll 1

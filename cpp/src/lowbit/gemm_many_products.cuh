@@ -3,7 +3,6 @@
 
 #include "lowbit/gemm_consumer.cuh"
 #include "lowbit/gemm_many_producer.cuh"
-#include "lowbit/gemm_many_ring.cuh"
 
 namespace octofuse::lowbit {
 
@@ -23,8 +22,8 @@ class TwoRings {
         barriers_(barriers),
         tokens_(tokens),
         weights_(weights),
-        token_(0, args.token_stages),
-        weight_(0, args.layout.stages),
+        token_(args.token_stages),
+        weight_(args.layout.stages),
         thread_(static_cast<int>(threadIdx.x) % 128) {}
 
   __device__ const char* wait_for_weights() {
@@ -55,19 +54,13 @@ class TwoRings {
   }
 };
 
-// Every warp fences its sums before products and behind them.
-template <class... Sums>
-__device__ void fence(Sums&... sums) {
-  (for_each_sum(sums, [](auto& sum) { cute::warpgroup_fence_operand(sum); }), ...);
-}
-
 // ---- two rings ----
 
-// The sums of a tile, in multiply_blocks()' form. A turn has two runs; last: the slot of a run before them, or -1. With
+// The sums of a tile, in multiply_tile()'s form. A turn has two runs; last: the slot of a run before them, or -1. With
 // another end in the middle of a turn ptxas moved each product's descriptor from a register: 102 instructions for a
 // k-block of int8 in the place of 90.
-template <class Traits>
-__device__ void multiply_turns(Operand<Traits>& operand, TwoRings<Traits>& rings, int turns, const char* stage,
+template <class Traits, bool kPlain>
+__device__ void multiply_turns(Operand<Traits, kPlain>& operand, TwoRings<Traits>& rings, int turns, const char* stage,
                                int weights, int last, uint32_t (&a)[2][4 * kProducts],
                                typename Traits::Sum (&sums)[Traits::kSums]) {
   const auto next_stage = [&] {
@@ -106,10 +99,10 @@ __device__ void multiply_turns(Operand<Traits>& operand, TwoRings<Traits>& rings
 }
 
 // turns: k-blocks. sums: what they are added to.
-template <class Traits>
+template <class Traits, bool kPlain>
 __device__ void multiply_tile(const ManyArgs& args, const char* table, TwoRings<Traits>& rings, int turns,
                               typename Traits::Sum (&sums)[Traits::kSums]) {
-  Operand<Traits> operand(args, table);
+  Operand<Traits, kPlain> operand(args, table);
   uint32_t a[2][4 * kProducts];
   for_each_sum(sums, [](auto& sum) { cute::warpgroup_fence_operand(sum); });
   int weights = rings.weight_slot();  // the slot of those that are being multiplied
@@ -132,104 +125,17 @@ __device__ void multiply_tile(const ManyArgs& args, const char* table, TwoRings<
     }
     turns /= 2;
   }
-  multiply_turns<Traits>(operand, rings, turns, stage, weights, last, a, sums);
+  multiply_turns<Traits, kPlain>(operand, rings, turns, stage, weights, last, a, sums);
   for_each_sum(sums, [](auto& sum) { cute::warpgroup_fence_operand(sum); });
 }
 
-// ---- one ring ----
+// ---- one ring, two parts ----
 
-// Two k-blocks a turn, of one run each. stage: the first one's, whose operand is made.
-template <class Traits>
-__device__ void multiply_pairs(Operand<Traits>& operand, OneRing<Traits>& ring, int turns, int stage,
-                               uint32_t (&a)[2][4 * kProducts], typename Traits::Sum (&sums)[Traits::kSums]) {
-  const auto take = [&] {
-    const int taken = ring.take();
-    operand.start(ring.memory(taken));
-    return taken;
-  };
-  int second = -1;
-#pragma unroll 1
-  while (true) {
-    const int last = second;  // the stage before
-    if constexpr (Traits::kAsksAhead) second = take();
-    multiply<Traits>(ring.tokens(stage), 0, a[0], sums);
-    if constexpr (!Traits::kAsksAhead) second = take();
-    cute::warpgroup_wait<1>();
-    ring.release(last);
-    operand.make(ring.memory(second), 0, a[1]);
-    int next = -1;
-    if (Traits::kAsksAhead && turns > 1) next = take();
-    multiply<Traits>(ring.tokens(second), 0, a[1], sums);
-    if (--turns == 0) break;
-    if constexpr (!Traits::kAsksAhead) next = take();
-    cute::warpgroup_wait<1>();
-    ring.release(stage);
-    stage = next;
-    operand.make(ring.memory(stage), 0, a[0]);
-  }
-  cute::warpgroup_wait<0>();
-  ring.release(stage);
-  ring.release(second);
-}
-
-// Two runs of a k-block a turn. stage: the first one's, of which the first run's operand is made.
-template <class Traits>
-__device__ void multiply_runs(Operand<Traits>& operand, OneRing<Traits>& ring, int k_blocks, int stage,
-                              uint32_t (&a)[2][4 * kProducts], typename Traits::Sum (&sums)[Traits::kSums]) {
-  int last = -1;  // the stage before
-#pragma unroll 1
-  while (true) {
-    const uint64_t tokens = ring.tokens(stage);
-    multiply<Traits>(tokens, 0, a[0], sums);
-    cute::warpgroup_wait<1>();
-    ring.release(last);
-    operand.make(ring.memory(stage), 1, a[1]);
-    multiply<Traits>(tokens, 1, a[1], sums);
-    last = stage;
-    if (--k_blocks == 0) break;
-    stage = ring.take();
-    operand.start(ring.memory(stage));
-    cute::warpgroup_wait<1>();
-    operand.make(ring.memory(stage), 0, a[0]);
-  }
-  cute::warpgroup_wait<0>();
-  ring.release(last);
-}
-
-// The sums of a tile, 1 k-block at least: of integers an odd one goes first here too.
-template <class Traits>
-__device__ void multiply_tile(const ManyArgs& args, const char* table, OneRing<Traits>& ring, int k_blocks,
-                              typename Traits::Sum (&sums)[Traits::kSums]) {
-  Operand<Traits> operand(args, table);
-  uint32_t a[2][4 * kProducts];
-  fence(sums);
-  const auto take = [&] {
-    const int stage = ring.take();
-    operand.start(ring.memory(stage));
-    operand.make(ring.memory(stage), 0, a[0]);
-    return stage;
-  };
-  int stage = take();
-  if constexpr (Traits::kIntegers) {
-    if (k_blocks % 2 == 1) {
-      multiply<Traits>(ring.tokens(stage), 0, a[0], sums);
-      cute::warpgroup_wait<0>();
-      ring.release(stage);
-      if (k_blocks == 1) return fence(sums);  // not a branch around the loop: in it ptxas would move descriptors again
-      stage = take();
-    }
-    multiply_pairs<Traits>(operand, ring, k_blocks / 2, stage, a, sums);
-  } else {
-    multiply_runs<Traits>(operand, ring, k_blocks, stage, a, sums);
-  }
-  fence(sums);
-}
-
-// The same of two parts, which are multiplied in turn: of one all runs, then of the other.
-template <class Traits>
+// The sums of a tile of two parts, which are multiplied in turn: of one all runs, then of the other.
+template <class Traits, bool kPlain>
 __device__ void multiply_two_parts(const ManyArgs& args, const char* table, OneRing<Traits>& ring, int k_blocks,
                                    typename Traits::Sum (&sums)[2][Traits::kSums]) {
-  Operand<Traits> operand(args, table);
+  Operand<Traits, kPlain> operand(args, table);
   uint32_t a[2][4 * kProducts];
   fence(sums[0], sums[1]);
   int stage = ring.take();

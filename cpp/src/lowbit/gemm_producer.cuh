@@ -1,8 +1,7 @@
 // What a block of gemm_kernel.cuh works on, and its producer warps, which copy that into shared memory by TMA.
 #pragma once
 
-#include "device/chain.cuh"
-#include "lowbit/gemm_args.cuh"
+#include "lowbit/gemm_copies.cuh"
 
 namespace octofuse::lowbit {
 
@@ -35,94 +34,53 @@ struct KRange {
 template <class Traits>
 class Producer {
   const GemmArgs& args_;
-  Barriers& barriers_;
   char* ring_;
   const KRange<Traits> range_;
-  int first_slot_, stages_, stage_, tile_, block_;
-  uint32_t bytes_;  // of a k-block
 
  public:
-  __device__ Producer(const GemmArgs& args, Barriers& barriers, char* ring, int group)
-      : args_(args),
-        barriers_(barriers),
-        ring_(ring),
-        range_(args, group, 0, Traits::kSlicesOfGroup),
-        first_slot_(group * args.layout.stages),
-        stages_(args.layout.stages),
-        stage_(args.layout.stage),
-        tile_(args.layout.tile / 8),
-        block_(static_cast<int>(blockIdx.x)) {
-    const int scales = args.groups.segments * Traits::kChannels;
-    bytes_ = static_cast<uint32_t>(Traits::kRuns * args.tokens_read * kTokenRun + Traits::kRowTiles * args.layout.tile +
-                                   (args.has_scales ? args.planes * scales * 2 : 0) + (args.has_zeros ? scales : 0));
-  }
+  // ring: the group's.
+  __device__ Producer(const GemmArgs& args, char* ring, int group)
+      : args_(args), ring_(ring), range_(args, group, 0, Traits::kSlicesOfGroup) {}
 
-  __device__ void init() const {
-#pragma unroll 1
-    for (int i = 0; i < stages_; ++i) {
-      barriers_.full[first_slot_ + i].init(1);
-      barriers_.empty[first_slot_ + i].init(Traits::kGroupThreads);
-    }
-    cutlass::arch::fence_barrier_init();
-  }
+  __device__ void init() const { init_ring(ring_, RingPlace(args_.layout), Traits::kGroupThreads / 128); }
 
   // Fills every stage once with what nothing in flight writes: before earlier kernels have ended, where the weights are
   // promised to be constant. K-block by k-block, so that the first one can be multiplied while the others arrive.
-  __device__ void start(bool weights, bool tokens) const {
+  __device__ void start(bool has_weights, bool has_tokens) const {
     if (!args_.constant_weight) wait_for_predecessors();
-    int slot = first_slot_;
+    RingPlace place(args_.layout);
 #pragma unroll 1
-    for (int k_block = range_.first; k_block < ahead(); ++k_block, ++slot) {
-      if (weights) copy_weights(k_block, slot);
-      if (tokens && !args_.chained) copy_tokens(k_block, slot);
+    for (int k_block = range_.first; k_block < ahead(); ++k_block, place.next()) {
+      if (has_weights) weights(k_block, place);
+      if (has_tokens && !args_.chained) tokens(k_block, place);
     }
   }
 
   // The tokens of these stages in a chain, and then the other k-blocks, as stages come free.
-  __device__ void run(bool weights, bool tokens) const {
+  __device__ void run(bool has_weights, bool has_tokens) const {
     wait_for_predecessors();
-    int slot = first_slot_;
-    if (tokens && args_.chained) {
+    RingPlace place(args_.layout);
+    if (has_tokens && args_.chained) {
 #pragma unroll 1
-      for (int k_block = range_.first; k_block < ahead(); ++k_block) copy_tokens(k_block, slot++);
+      for (int k_block = range_.first; k_block < ahead(); ++k_block, place.next()) tokens(k_block, place);
     }
-    slot = first_slot_;
-    uint32_t phase = 0;  // of the round in which the stage was last filled
+    place = RingPlace(args_.layout);
 #pragma unroll 1
-    for (int k_block = range_.first + stages_; k_block < range_.end; ++k_block) {
-      barriers_.empty[slot].wait(phase);
-      if (weights) copy_weights(k_block, slot);
-      if (tokens) copy_tokens(k_block, slot);
-      if (++slot < first_slot_ + stages_) continue;
-      slot = first_slot_;
-      phase ^= 1;
+    for (int k_block = ahead(); k_block < range_.end; ++k_block, place.next()) {
+      empty_of(ring_ + place.at).wait(place.phase);
+      if (has_weights) weights(k_block, place);
+      if (has_tokens) tokens(k_block, place);
     }
   }
 
  private:
-  __device__ int ahead() const { return min(range_.end, range_.first + stages_); }
-
-  __device__ void copy(const CUtensorMap& map, int slot, int offset, int column, int row) const {
-    constexpr auto kNormal = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-    cute::SM90_TMA_LOAD_2D::copy(&map, reinterpret_cast<uint64_t*>(&barriers_.full[slot]), kNormal,
-                                 ring_ + slot * stage_ + offset, column, row);
+  __device__ int ahead() const { return min(range_.end, range_.first + args_.layout.stages); }
+  __device__ void weights(int k_block, const RingPlace& place) const {
+    char* const stage = ring_ + place.at;
+    copy_weights<Traits>(args_, full_of(stage), stage, k_block, static_cast<int>(blockIdx.x));
   }
-
-  __device__ void copy_weights(int k_block, int slot) const {
-    barriers_.full[slot].arrive_and_expect_tx(bytes_);
-    copy(args_.codes, slot, args_.layout.codes, k_block * tile_, block_ * Traits::kRowTiles);
-    const int group = args_.groups.of(k_block, 0);
-    if (args_.has_scales)
-      copy(args_.scales, slot, args_.layout.scales, block_ * Traits::kChannels, group * args_.planes);
-    if (args_.has_zeros) copy(args_.zeros, slot, args_.layout.zeros, block_ * Traits::kChannels, group);
-  }
-
-  __device__ void copy_tokens(int k_block, int slot) const {
-    const int token = first_token<Traits>(args_);
-#pragma unroll
-    for (int run = 0; run < Traits::kRuns; ++run) {
-      copy(args_.x, slot, run * Traits::kTokenBytes, k_block * kBlockK + run * (kBlockK / Traits::kRuns), token);
-    }
+  __device__ void tokens(int k_block, const RingPlace& place) const {
+    copy_tokens_to<Traits>(args_, ring_ + place.at, k_block, first_token<Traits>(args_));
   }
 };
 

@@ -50,7 +50,6 @@ constexpr bool has_integer_tile(LowbitFormat format, int bits, const IntegerTile
 
 // Tiles that are multiplied at a time, and those of a whole output.
 constexpr int64_t integer_tiles_at_once(const IntegerTile& tile) {
-  constexpr int kSms = 132;
   return kSms / (tile.is_many ? kSharing : tile.split);
 }
 constexpr int64_t integer_tiles_of(const IntegerTile& tile, int64_t m, int64_t n) {

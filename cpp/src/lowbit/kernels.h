@@ -20,8 +20,10 @@ void run_gemv_int8(const LowbitArgs& args, const NormArgs& norm, int device, cud
 // elements. The same bits.
 void run_gemv_several(const LowbitArgs& args, int device, cudaStream_t stream);
 
-// sm_90a: up to kMostGemmTokens, whose rows start at multiples of 16 bytes.
-void run_gemm(const LowbitArgs& args, int device, cudaStream_t stream);
+// sm_90a: up to kMostGemmTokens, whose rows start at multiples of 16 bytes. Of those that streams() says
+// run_gemm_stream() takes over.
+void run_gemm(const LowbitArgs& args, int device, cudaStream_t stream, const Allocator& allocate);
+void run_gemm_stream(const LowbitArgs& args, int device, cudaStream_t stream, const Allocator& allocate);
 
 // sm_90a: any number of tokens, made for more than 64; rows likewise. The sums are in another order than run_gemm's.
 void run_gemm_many(const LowbitArgs& args, int device, cudaStream_t stream, const Allocator& allocate);

@@ -109,7 +109,7 @@ void multiply(const RowPassArgs& rows, LowbitArgs args, LowbitEngine engine, int
       return lowbit::run_gemv_int8(args, norm, device, cuda_stream);
     case LowbitEngine::kGemm:
       if (!gemm_reads(args)) copy_rows(args, gemm_type(args), device, stream, allocate);
-      return lowbit::run_gemm(args, device, cuda_stream);
+      return lowbit::run_gemm(args, device, cuda_stream, allocate);
     case LowbitEngine::kGemmSplit:
       if (!gemm_reads(args)) copy_rows(args, gemm_type(args), device, stream, allocate);
       return lowbit::run_gemm_split(args, device, cuda_stream, allocate);

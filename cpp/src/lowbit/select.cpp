@@ -192,9 +192,11 @@ LowbitTile tile_of(const LowbitProblem& problem, LowbitEngine engine) {
     const lowbit::IntegerChoice choice = lowbit::integer_choice(problem, is_many);
     return {choice.tile.tokens, choice.tile.channels, choice.tile.split, choice.shares};
   }
+  if (engine == LowbitEngine::kGemm && lowbit::streams(problem)) {
+    return {lowbit::stream_tokens(problem.m), lowbit::kStreamChannels, 1, true};
+  }
   if (engine == LowbitEngine::kGemm) {
-    const lowbit::GemmShape shape(static_cast<int>(problem.m), static_cast<int>(problem.n), k_blocks,
-                                  lowbit::has_every_block(problem.format, problem.bits));
+    const lowbit::GemmShape shape(problem);
     return {shape.tokens, shape.channels, shape.split, false};
   }
   if (!is_many && engine != LowbitEngine::kGemmSplit) return {};
@@ -216,7 +218,10 @@ LowbitDecision explain_lowbit(const LowbitProblem& problem, const Capability& ca
     decision.why +=
         ": tiles of " + std::to_string(tile.tokens) + " tokens by " + std::to_string(tile.channels) + " channels";
     if (tile.split > 1) decision.why += ", K divided by " + std::to_string(tile.split) + " blocks";
-    if (tile.shares) decision.why += "; what whole rounds leave over is shared by all blocks";
+    if (tile.shares) {
+      decision.why += decision.chosen == LowbitEngine::kGemm ? "; all blocks share the k-blocks of all tiles"
+                                                             : "; what whole rounds leave over is shared by all blocks";
+    }
   }
   for (const LowbitEngine other : kEngines) {
     if (other == decision.chosen || engine != "auto") continue;

@@ -141,8 +141,30 @@ constexpr bool binary_gemv_takes_gate(const LowbitProblem& problem, int shared_m
   return problem.n % (2 * kTileRows) == 0 && least_binary_gemv_of(problem, 2) <= shared_memory;
 }
 
+constexpr int kSms = 132;  // of an H200
+
+// ---- gemm_stream.cuh ----
+
+constexpr int kStreamChannels = 128;  // of a block, which has both of 2 slices
+
+// Whether gemm has blocks that share the k-blocks of all tiles: where there are more tiles than SMs, which would work
+// in rounds. A token's bits are the same. planes: a code's bits or planes; with 8 of them and more than 32 tokens what
+// comes through L2 decides, and rounds are as fast (H200).
+constexpr bool streams(int64_t m, int64_t n, int k_blocks, int planes) {
+  constexpr int64_t kMostTokens = 64, kMostOfWide = 32;
+  const bool is_wide = planes >= 8;
+  return m <= (is_wide ? kMostOfWide : kMostTokens) && k_blocks >= 2 && ceil_div(n, kStreamChannels) > kSms;
+}
+inline bool streams(const LowbitProblem& problem) {
+  return streams(problem.m, problem.n, k_blocks_of(problem.k), problem.bits);
+}
+constexpr int stream_tokens(int64_t m) { return m <= 16 ? 16 : m <= 32 ? 32 : 64; }
+
 // ---- gemm_kernel.cuh ----
 
+constexpr int kBarrierBytes = 1024;                       // in front of all stages: where a stage may start
+constexpr int kBarriersOfStage = 16;                      // bytes in front of each stage (gemm_ring.cuh)
+constexpr int kLevelTableBytes = 256 * 32 * 4;            // of a codebook (weights.cuh)
 constexpr int kMostSplit = 4;                             // blocks of a cluster
 constexpr int64_t kMostGemmTokens = int64_t{64} * 65535;  // a grid has no more blocks in z, of 64 tokens at least then
 constexpr int kFewChannels = 64 * 66;  // 66 tiles of 64 channels, two blocks each: one for each of 132 SMs
@@ -182,6 +204,13 @@ struct GemmShape {
     }
   }
 
+  // Of a problem: with fewer tokens in a block where a ring would have one stage (8 planes in groups of 32).
+  explicit GemmShape(const LowbitProblem& problem)
+      : GemmShape(static_cast<int>(problem.m), static_cast<int>(problem.n), k_blocks_of(problem.k),
+                  has_every_block(problem.format, problem.bits)) {
+    while (tokens > 32 && stages(problem) < 2) tokens /= 2;
+  }
+
   static constexpr bool is_split_by_4(int64_t n, int k_blocks) { return n <= kClusters[4] * 64 && k_blocks >= 16; }
 
   // ns on an H200, of more than 64 tokens.
@@ -193,9 +222,10 @@ struct GemmShape {
     return ceil_div(blocks, kClusters[split]) * (ceil_div(k_blocks, split) * of_block + of_round);
   }
 
-  // The same of up to 32 tokens.
+  // The same of up to 32 tokens. Of 5 and 7 bits reckoned from the others.
   int64_t time_of_few(int bits, int64_t n, int k_blocks) const {
-    constexpr int kOfBlock[9] = {0, 760, 720, 830, 720, 870, 900, 1000, 880};  // a group's, of 64 channels or more
+    if (streams(32, n, k_blocks, bits)) return time_of_stream(bits, n, k_blocks);
+    constexpr int kOfBlock[9] = {0, 700, 660, 820, 720, 890, 970, 1050, 950};  // a group's, of 64 channels or more
     const int slices = split * (channels == 64 ? 4 : channels == 128 ? 2 : 1);
     const int64_t rounds = ceil_div(ceil_div(n, channels), kClusters[split]);
     const int of_round = split == 1 ? 430 : channels == 64 ? 1500 : 950;
@@ -203,6 +233,20 @@ struct GemmShape {
   }
 
  private:
+  // Of each group's ring.
+  int stages(const LowbitProblem& problem) const {
+    const int groups = channels == 192 ? 1 : (tokens > 64 ? 128 : 256) / channels;
+    const int weights = stage_bytes(problem.format, problem.bits, segments_of(problem.group), channels / kTileRows);
+    const auto stage = static_cast<int>(round_up(tokens * 2 * kBlockK + weights + kBarriersOfStage, kBarrierBytes));
+    return (kMostShared - kBarrierBytes - (problem.format == LowbitFormat::kCodebook ? kLevelTableBytes : 0)) / stage /
+           groups;
+  }
+
+  static int64_t time_of_stream(int bits, int64_t n, int k_blocks) {
+    constexpr int kOfStep[9] = {0, 620, 620, 770, 740, 880, 980, 1040, 1030};  // two k-blocks of 128 channels
+    return 6000 + ceil_div(n, kStreamChannels) * ceil_div(k_blocks, 2) * kOfStep[bits] / kSms;
+  }
+
   static constexpr int kClusters[kMostSplit + 1] = {0, 132, 66, 39, 30};  // at once, of so many blocks
 
   static int blocks_of(int n, int channels) { return (n + channels - 1) / channels; }

@@ -1,4 +1,4 @@
-// One ring of stages, each a k-block's tokens and weights, as both sides go through it. gemm_many has it where enough
+// A ring of stages, each a k-block's tokens and weights, as both sides go through it. gemm_many has one where enough
 // stages fit (ManyTraits), else a ring of weights and one of tokens (TwoRings in gemm_many_products.cuh).
 #pragma once
 
@@ -9,7 +9,6 @@ namespace octofuse::lowbit {
 // A stage's barriers stand in the 16 bytes in front of it, so that one number, which grows from stage to stage, finds
 // all of it: a k-block of 4 bits takes 75 instructions of a warp, with two rings, found by slots, 87. (With one barrier
 // for weights and one for tokens it takes 88, and tiles 1 to 13 % longer.)
-constexpr int kBarriersOfStage = 16;  // bytes
 __device__ inline FullBarrier& full_of(char* stage) { return *reinterpret_cast<FullBarrier*>(stage - 16); }
 __device__ inline EmptyBarrier& empty_of(char* stage) { return *reinterpret_cast<EmptyBarrier*>(stage - 8); }
 
@@ -36,6 +35,19 @@ __device__ inline void init_ring(char* ring, RingPlace place, uint32_t consumers
   cutlass::arch::fence_barrier_init();
 }
 
+// A way through a ring whose barriers stand elsewhere, by the number of a stage.
+struct RingPosition {
+  int end, slot = 0;
+  uint32_t phase = 0;
+
+  __device__ explicit RingPosition(int stages) : end(stages) {}
+
+  __device__ void next() {
+    slot = slot + 1 < end ? slot + 1 : 0;
+    phase ^= slot == 0 ? 1U : 0U;
+  }
+};
+
 // A consumer's way. A stage is a number of bytes from the first one on.
 template <class Traits>
 class OneRing {
@@ -61,13 +73,21 @@ class OneRing {
   // the same in all threads, and moves descriptors from vector registers.
   __device__ void release(int stage) const {
     const uint32_t thread = threadIdx.x % 128;
-    asm volatile(
-        "{ .reg .pred p; .reg .b32 remote; setp.ne.s32 p, %1, 0; mapa.shared::cluster.u32 remote, %0, %2;"
-        "  @p mbarrier.arrive.shared::cluster.b64 _, [remote]; }"
-        :
-        : "r"(shared_address(ring_ + stage - 8)), "r"(stage >= 0 && thread < Traits::kWriters ? 1 : 0),
-          "r"(Traits::kWriters == 1 ? cute::block_rank_in_cluster() : thread % Traits::kWriters)
-        : "memory");
+    const int tells = stage >= 0 && thread < Traits::kWriters ? 1 : 0;
+    const uint32_t barrier = shared_address(ring_ + stage - 8);
+    if constexpr (Traits::kWriters == 1) {
+      asm volatile("{ .reg .pred p; setp.ne.s32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0]; }"
+                   :
+                   : "r"(barrier), "r"(tells)
+                   : "memory");
+    } else {
+      asm volatile(
+          "{ .reg .pred p; .reg .b32 remote; setp.ne.s32 p, %1, 0; mapa.shared::cluster.u32 remote, %0, %2;"
+          "  @p mbarrier.arrive.shared::cluster.b64 _, [remote]; }"
+          :
+          : "r"(barrier), "r"(tells), "r"(thread % Traits::kWriters)
+          : "memory");
+    }
   }
 };
 
