@@ -141,6 +141,18 @@ __device__ void finish(const GemmArgs& args, const typename Traits::Sum* outputs
   }
 }
 
+// Makes memory of the rings' barriers, among which the sums will lie. Without it an arrival may still change what has
+// been written there: under racecheck's delays single pairs of sums were wrong.
+template <class Traits>
+__device__ void invalidate_barriers(const GemmArgs& args, char* rings) {
+  const int barrier = static_cast<int>(threadIdx.x);  // a stage has two
+  if (barrier < 2 * Traits::kGroups * args.layout.stages) {
+    const char* const place = rings + barrier / 2 * args.layout.stage - kBarriersOfStage + barrier % 2 * 8;
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" : : "r"(shared_address(place)) : "memory");
+  }
+  barrier_sync<kConsumerBarrier, Traits::kConsumers>();
+}
+
 // A consumer warpgroup's way: the sums of its group's K slices, which it leaves in shared memory and adds to the
 // others'.
 template <class Traits, bool kPlain>
@@ -159,6 +171,7 @@ __device__ void multiply_slices(const GemmArgs& args, const char* table, char* r
     for (int j = 0; j < Traits::kSums; ++j) total[j] = i == 0 ? sums[j] : add(total[j], sums[j]);
   }
   barrier_sync<kConsumerBarrier, Traits::kConsumers>();  // nobody reads the rings any more
+  invalidate_barriers<Traits>(args, rings);
   auto* const outputs = reinterpret_cast<typename Traits::Sum*>(rings);
   store_sums<Traits>(total, outputs + group * Traits::kOutputs);
   add_groups<Traits>(args, outputs);
