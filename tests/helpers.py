@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import gelu, linear
 
 import octofuse
 from octofuse import _C
@@ -159,6 +159,42 @@ class Weight:
         assert got.shape == (*x.shape[:-1], self.n)
         assert got.dtype == self.dtype
         assert (got.double() - linear(x.double(), self.exact, self.bias.double())).abs().max() <= 2 * own
+
+
+def check_epilogues(m: int, n: int, k: int, dtype: torch.dtype, engine: str, device: str = "cuda") -> None:
+    """Of a weight of 4 bits in groups of 64: activations, bias, residual, int8 tokens, int8 outputs, gates, an odd N."""
+    weight = Weight("uniform", 4, 64, n, k, False, dtype, device)
+    x, residual = weight.tokens(m), torch.randn(m, n + 16, device=device).to(dtype)[:, 3 : 3 + n]
+    exact = x.double() @ weight.exact.t()
+    step = torch.finfo(dtype).eps
+    scale = torch.rand(m, device=device) + 0.5
+    for activation, function in ((None, lambda y: y), ("relu", torch.relu), ("gelu", gelu),
+                                 ("silu", torch.nn.functional.silu)):  # fmt: skip
+        for bias in (None, weight.bias):
+            for added in (None, residual):
+                got = weight.multiply(x, activation=activation, bias=bias, residual=added, engine=engine).double()
+                want = function(exact + (0 if bias is None else bias.double()))
+                want += 0 if added is None else added.double()
+                assert ((got - want).abs() <= 4 * step * (want.abs() + exact.abs().amax() / 8)).all(), (
+                    activation,
+                    bias,
+                )
+    numbers = torch.randint(-128, 128, (m, k), device=device, dtype=torch.int8)
+    got = weight.multiply(numbers, x_scale=scale, engine=engine).double()
+    want = linear(numbers.double() * scale.double().unsqueeze(1), weight.exact, weight.bias.double())
+    assert (got - want).abs().max() <= 4 * step * want.abs().max()
+    plain = weight.multiply(x, activation="relu", engine=engine)
+    out_scale = float(plain.float().amax()) / 100
+    got = weight.multiply(x, activation="relu", out_scale=out_scale, engine=engine)
+    assert got.dtype == torch.int8
+    assert (got.int() - octofuse.quantize_per_tensor(plain, out_scale).int()).abs().max() <= 1
+    gated = weight.multiply(x, activation="silu", gated=True, engine=engine)
+    both = weight.multiply(x, engine=engine)
+    assert torch.equal(gated, octofuse.gated_activation(both, "silu"))
+    odd = Weight("uniform", 4, None, n - 5, k, False, dtype, device)
+    x = odd.tokens(m)
+    want = linear(x.double(), odd.exact, odd.bias.double())
+    assert (odd.multiply(x, engine=engine).double() - want).abs().max() <= 4 * step * want.abs().max()
 
 
 class IntegerWeight:

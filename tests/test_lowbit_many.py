@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import linear
 
-import octofuse
-from helpers import Weight, check_captured
+from helpers import Weight, check_captured, check_epilogues
 from octofuse import _C
 
 pytestmark = pytest.mark.gpu
@@ -63,38 +62,7 @@ def tile_of(engine: str, m: int, n: int, k: int) -> dict[str, Any]:
 def test_many_tokens_epilogues(n: int, m: int, k: int, dtype: torch.dtype, engine: str) -> None:
     tiles = {tile_of("gemm_many", m, n, k)["tile"] for n, m, k in EPILOGUES}
     assert tiles == {(128, 128, 1), (128, 192, 1), (192, 128, 1), (256, 128, 1), (128, 256, 1)}
-    weight = Weight("uniform", 4, 64, n, k, False, dtype)
-    x, residual = weight.tokens(m), torch.randn(m, n + 16, device="cuda").to(dtype)[:, 3 : 3 + n]
-    exact = x.double() @ weight.exact.t()
-    step = torch.finfo(dtype).eps
-    scale = torch.rand(m, device="cuda") + 0.5
-    for activation, function in ((None, lambda y: y), ("relu", torch.relu), ("gelu", gelu),
-                                 ("silu", torch.nn.functional.silu)):  # fmt: skip
-        for bias in (None, weight.bias):
-            for added in (None, residual):
-                got = weight.multiply(x, activation=activation, bias=bias, residual=added, engine=engine).double()
-                want = function(exact + (0 if bias is None else bias.double()))
-                want += 0 if added is None else added.double()
-                assert ((got - want).abs() <= 4 * step * (want.abs() + exact.abs().amax() / 8)).all(), (
-                    activation,
-                    bias,
-                )
-    numbers = torch.randint(-128, 128, (m, k), device="cuda", dtype=torch.int8)
-    got = weight.multiply(numbers, x_scale=scale, engine=engine).double()
-    want = linear(numbers.double() * scale.double().unsqueeze(1), weight.exact, weight.bias.double())
-    assert (got - want).abs().max() <= 4 * step * want.abs().max()
-    plain = weight.multiply(x, activation="relu", engine=engine)
-    out_scale = float(plain.float().amax()) / 100
-    got = weight.multiply(x, activation="relu", out_scale=out_scale, engine=engine)
-    assert got.dtype == torch.int8
-    assert (got.int() - octofuse.quantize_per_tensor(plain, out_scale).int()).abs().max() <= 1
-    gated = weight.multiply(x, activation="silu", gated=True, engine=engine)
-    both = weight.multiply(x, engine=engine)
-    assert torch.equal(gated, octofuse.gated_activation(both, "silu"))
-    odd = Weight("uniform", 4, None, n - 5, k, False, dtype)
-    x = odd.tokens(m)
-    want = linear(x.double(), odd.exact, odd.bias.double())
-    assert (odd.multiply(x, engine=engine).double() - want).abs().max() <= 4 * step * want.abs().max()
+    check_epilogues(m, n, k, dtype, engine)
 
 
 @pytest.mark.parametrize("k", [2560, 10368])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import linear
 
-import octofuse
-from helpers import Weight
+from helpers import Weight, check_epilogues
 from octofuse import _C
 
 KINDS = [("uniform", bits, zeros) for bits in range(1, 9) for zeros in (False, True, 1)]
@@ -52,34 +51,7 @@ def test_shared_k_blocks(kind: str, bits: int, zeros: bool | int, dtype: torch.d
 @pytest.mark.parametrize("m", [13, 50])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_shared_k_blocks_epilogues(m: int, dtype: torch.dtype) -> None:
-    n, k = 18848, 1152
-    weight = Weight("uniform", 4, 128, n, k, False, dtype)
-    x, residual = weight.tokens(m), torch.randn(m, n + 16, device="cuda").to(dtype)[:, 3 : 3 + n]
-    exact = linear(x.double(), weight.exact)
-    step = torch.finfo(dtype).eps
-    for activation, function in ((None, lambda y: y), ("relu", torch.relu), ("gelu", gelu)):
-        for bias in (None, weight.bias):
-            for added in (None, residual):
-                got = weight.multiply(x, activation=activation, bias=bias, residual=added, engine="gemm").double()
-                want = function(exact + (0 if bias is None else bias.double()))
-                want += 0 if added is None else added.double()
-                assert ((got - want).abs() <= 4 * step * (want.abs() + exact.abs().amax() / 8)).all(), activation
-    numbers = torch.randint(-128, 128, (m, k), device="cuda", dtype=torch.int8)
-    scale = torch.rand(m, device="cuda") + 0.5
-    got = weight.multiply(numbers, x_scale=scale, engine="gemm").double()
-    want = linear(numbers.double() * scale.double().unsqueeze(1), weight.exact, weight.bias.double())
-    assert (got - want).abs().max() <= 4 * step * want.abs().max()
-    plain = weight.multiply(x, activation="relu", engine="gemm")
-    out_scale = float(plain.float().amax()) / 100
-    got = weight.multiply(x, activation="relu", out_scale=out_scale, engine="gemm")
-    assert got.dtype == torch.int8
-    assert (got.int() - octofuse.quantize_per_tensor(plain, out_scale).int()).abs().max() <= 1
-    gated = weight.multiply(x, activation="silu", gated=True, engine="gemm")
-    assert torch.equal(gated, octofuse.gated_activation(weight.multiply(x, engine="gemm"), "silu"))
-    odd = Weight("uniform", 4, None, n - 5, k, False, dtype)
-    x = odd.tokens(m)
-    want = linear(x.double(), odd.exact, odd.bias.double())
-    assert (odd.multiply(x, engine="gemm").double() - want).abs().max() <= 4 * step * want.abs().max()
+    check_epilogues(m, 18848, 1152, dtype, "gemm")
 
 
 @pytest.mark.gpu
