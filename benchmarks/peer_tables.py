@@ -1,4 +1,4 @@
-"""The tables of docs/peers.md; `tables.py` writes them from results/h200/peers.json."""
+"""The tables of docs/peers.md; `tables.py` writes them from the newest rows of results/h200."""
 
 from __future__ import annotations
 

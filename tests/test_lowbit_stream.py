@@ -17,8 +17,8 @@ KINDS += [("sparse12", 7, False), ("codebook", 4, False), ("float8", 8, False)]
 SHAPES = [(17024, 1152, None), (18864, 544, 32), (28672, 768, 128), (33792, 384, 64), (17040, 4224, 128)]
 
 
-def shares(m: int, n: int, k: int, bits: int = 4, kind: str = "uniform") -> bool:
-    return bool(_C.lowbit_select(kind, bits, m, n, k, 128, False, "gemm", 90, 132, 232448)["shares"])
+def shares(m: int, n: int, k: int, bits: int = 4) -> bool:
+    return bool(_C.lowbit_select("uniform", bits, m, n, k, 128, False, "gemm", 90, 132, 232448)["shares"])
 
 
 @pytest.mark.skipif("90a" not in str(_C.build_info()["architectures"]).split(","), reason="no sm_90a kernels")
@@ -51,7 +51,13 @@ def test_shared_k_blocks(kind: str, bits: int, zeros: bool | int, dtype: torch.d
 @pytest.mark.parametrize("m", [13, 50])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_shared_k_blocks_epilogues(m: int, dtype: torch.dtype) -> None:
+    assert shares(m, 18848, 1152)
     check_epilogues(m, 18848, 1152, dtype, "gemm")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_epilogues_on_a_cpu(dtype: torch.dtype) -> None:
+    check_epilogues(13, 208, 640, dtype, "auto", "cpu")
 
 
 @pytest.mark.gpu
