@@ -88,7 +88,7 @@ __device__ inline void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint
 // of these sets.
 constexpr int kRowBarrier = 1;       // rows/: and the next six: the threads that share a row
 constexpr int kStreamBarrier = 8;    // gemm/skinny/: the streaming warps
-constexpr int kConsumerBarrier = 1;  // lowbit/gemm_kernel.cuh: the warps that multiply
+constexpr int kConsumerBarrier = 1;  // lowbit/gemm_kernel.cuh, gemm_stream.cuh: the warps that multiply
 constexpr int kProducerBarrier = 2;  // lowbit/gemm_kernel.cuh: the warps that copy
 
 // Waits for kThreads threads, whole warps, of which this is one. The number is an immediate: for one that is computed

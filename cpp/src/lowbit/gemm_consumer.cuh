@@ -207,7 +207,7 @@ template <class Traits, bool kPlain>
 using Operand = std::conditional_t<Traits::kIntegers, IntegerOperand<Traits>, FloatOperand<Traits, kPlain>>;
 
 // f(whether the weight is plain, an integral constant). A loop of their own is for those that have instructions to save
-// in it, of common widths: 160 instead of 184 for a k-block of 4 bits.
+// in it, of common widths: 161 instead of 184 for a k-block of 4 bits.
 template <class Traits, class F>
 __device__ void with_plain(const GemmArgs& args, F f) {
   constexpr bool kGains = !Traits::kIntegers && Traits::kFormat != LowbitFormat::kPlanes &&

@@ -4,8 +4,8 @@
 //
 // Words. Row tile: 16 output channels. k-block: 128 columns of K. Stage: the shared memory of one k-block; a ring is
 // several stages used in turn. K slice: a run of neighbouring k-blocks. Cluster: `split` blocks with the same outputs,
-// which divide the K slices. "Group" is two things: in kGroups and KRange a team of consumer warpgroups
-// with a ring of its own; in Groups and `segments` the columns that share a scale.
+// which divide the K slices. "Group" is two things: in kGroups and KRange a team of consumer warpgroups with a ring of
+// its own; in Groups and `segments` the columns that share a scale.
 //
 //   global memory         shared memory: one stage                  registers of a consumer warpgroup
 //   tokens        --TMA-> [run][token][128 bytes] ----------------> (wgmma reads its second operand where it lies)
@@ -141,8 +141,8 @@ __device__ void finish(const GemmArgs& args, const typename Traits::Sum* outputs
   }
 }
 
-// Makes memory of the rings' barriers, among which the sums will lie. Without it an arrival may still change what has
-// been written there: under racecheck's delays single pairs of sums were wrong.
+// Makes memory of the rings' barriers, among which the sums will lie: what holds a barrier may not be written to in
+// another way before (PTX ISA, mbarrier.inval). Without it single pairs of sums were wrong under racecheck's delays.
 template <class Traits>
 __device__ void invalidate_barriers(const GemmArgs& args, char* rings) {
   const int barrier = static_cast<int>(threadIdx.x);  // a stage has two

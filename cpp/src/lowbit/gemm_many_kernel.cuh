@@ -1,6 +1,6 @@
 // Many tokens against low-bit weights on sm_90a, by blocks that stay and work through tiles of 128 to 256 tokens by 128
-// to 256 channels, of int8 also of 32 and 64 tokens. gemm_many.cu has the kernels of fp16 and bf16,
-// gemm_many_integer.cu those of int8.
+// to 256 channels, of int8 also of 32 and 64 tokens. gemm_many.cu has the kernels of fp16,
+// gemm_many_bfloat16.cu and gemm_many_integer.cu those of bf16 and int8.
 //
 // gemm_kernel.cuh makes every weight again for 128 tokens, which is likely what bounds it there (cpp/README.md). Here a
 // weight is made for up to 256 tokens. Of fp16 and bf16 gemm_many does not cut K, and wgmma adds in an order of K

@@ -35,7 +35,7 @@ void run_gemm_split(const LowbitArgs& args, int device, cudaStream_t stream, con
 void run_gemm_integer(const LowbitArgs& args, int device, cudaStream_t stream);
 void run_gemm_many_integer(const LowbitArgs& args, int device, cudaStream_t stream, const Allocator& allocate);
 
-// A number that no other call has, by which clusters of one launch know each other's sums. Not 0.
+// A number that no other call has, by which blocks of one launch know each other's sums. Not 0.
 uint64_t next_mark();
 
 }  // namespace octofuse::lowbit

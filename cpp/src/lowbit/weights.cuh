@@ -194,10 +194,9 @@ class GridDequantizer {
 
 // ---- codebooks ----
 
-// For every byte, two codes, both levels in x's type, once for each lane, so that no two lanes ever meet in a bank. Of
-// prmt's bytes a weight would take three times the instructions of logic that a grid's takes.
-
-// A level times its scale, rounded.
+// A level times its scale, rounded. From a table of kLevelTableBytes: for every byte, two codes, both levels in x's
+// type, once for each lane, so that no two lanes ever meet in a bank. Of prmt's bytes a weight would take three times
+// the instructions of logic that a grid's takes.
 template <DType kType>
 class CodebookDequantizer {
   const char* table_;  // this lane's first entry
