@@ -20,9 +20,10 @@ def lowbit_cases() -> int:
 
 
 def lowbit_block_cases() -> int:
-    """The same, each way to cut N and K into blocks."""
+    """The same, each way to cut N and K into blocks, and stages of half a k-block."""
     shapes = ((4256, 512), (6144, 128), (8464, 128), (12800, 128))
-    return _lowbit_cases(shapes, (LOWBIT[0], LOWBIT[3], LOWBIT[5]), (128,))
+    count = _lowbit_cases(shapes, (LOWBIT[0], LOWBIT[3], LOWBIT[5]), (128,))
+    return count + _tile_cases((1024, 8192, 50, "gemm"), (1024, 8192, 100, "gemm"), kinds=(*LOWBIT[:3], LOWBIT[5]))
 
 
 def many_token_cases() -> int:
@@ -55,9 +56,11 @@ def shared_tile_cases() -> int:
     return count + _integer_cases(((17152, 2048),), (150,))
 
 
-def _tile_cases(*shapes: tuple[int, int, int, str]) -> int:
+def _tile_cases(
+    *shapes: tuple[int, int, int, str], kinds: tuple[tuple[str, int, bool], ...] = (LOWBIT[0], LOWBIT[5])
+) -> int:
     count = 0
-    for (kind, bits, _), (n, k, m, engine) in itertools.product((LOWBIT[0], LOWBIT[5]), shapes):
+    for (kind, bits, _), (n, k, m, engine) in itertools.product(kinds, shapes):
         weight = Weight(kind, bits, 128, n, k, False, torch.float16, device="cpu")
         x = weight.tokens(m)
         packed, scale, bias, residual = (

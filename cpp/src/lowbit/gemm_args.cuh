@@ -1,9 +1,6 @@
 // What the kernels of gemm and gemm_many share: a kernel at compile time, and what the host hands to it.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-
 #include "device/launch.h"
 #include "device/tensor_map.h"
 #include "device/wgmma.cuh"
@@ -11,7 +8,6 @@
 #include "lowbit/integers.cuh"
 #include "lowbit/stage.cuh"
 #include "lowbit/weights.cuh"
-#include "octofuse/error.h"
 
 namespace octofuse::lowbit {
 
@@ -22,10 +18,10 @@ constexpr int kSwizzleRows = 8;  // runs that a swizzle's unit has
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
-// A stage of the ring holds a k-block: the runs of the tokens, codes, scales [group, plane][channel], zeros
-// [group][channel]. Offsets in bytes.
+// A stage of the ring holds a k-block, or half of one: the runs of the tokens, codes, scales [group, plane][channel],
+// zeros [group][channel]. Offsets in bytes.
 struct StageLayout {
-  int tile;                  // bytes of a row tile's codes
+  int tile;                  // bytes of a row tile's codes and planes, or of a run's codes
   int codes, scales, zeros;  // where they start; the tokens are at 0
   int stage;                 // bytes of one
   int stages;                // of a consumer group's ring
@@ -69,6 +65,9 @@ struct GemmTraits {
   static constexpr int kChannels = kChannels_;
   static constexpr int kRowTiles = kChannels / kTileRows;
   using Code = Codes<kFormat, kBits>;
+  // That are made and multiplied together: of 16 tokens all of a k-block's, since sums leave registers for them, where
+  // codes take few.
+  static constexpr int kOperandRuns = kRuns == 2 && kTokens == 16 && !Code::kPlanes && Code::kWidth <= 4 ? 2 : 1;
   static constexpr int kChannelParts = kChannelParts_;
   static constexpr int kSums = kTokens / 2;                                             // of a consumer thread's part
   static constexpr int kSlices = kChannels == 64 ? 4 : kChannels == 128 ? 2 : 1;        // of K, in a block
@@ -77,14 +76,29 @@ struct GemmTraits {
   static constexpr int kGroupThreads = 2 * kChannels / kChannelParts;
   static constexpr int kGroups = kConsumers / kGroupThreads;
   static constexpr int kSlicesOfGroup = kSlices / kGroups;
-  static constexpr int kTokenBytes = kTokens * kTokenRun;  // of a run
-  static constexpr int kWriters = 1;                       // blocks that write to a block's tokens
-  static constexpr int kPitch = pitch_of(kChannels);
-  static constexpr int kOutputs = kTokens * kPitch;                           // a group's sums
+  static constexpr int kTokenBytes = kTokens * kTokenRun;                     // of a run
   static constexpr int kTableBytes = Code::kCodebook ? kLevelTableBytes : 0;  // in front of the rings
+  // Whether the codes of a run lie together.
+  static constexpr bool kCodesByRun = !Code::kPlanes && (Code::kWidth == 4 || Code::kWidth == 8);
+  // Stages of a group's ring, at least, if a k-block is cut into so many.
+  static constexpr int stages_of(int parts) {
+    const int codes = kRowTiles * Code::kBytes / (kCodesByRun ? parts : 1);
+    const int scales = kMostSegments * kChannels * 3;  // with zero points
+    const auto stage =
+        static_cast<int>(round_up(kRuns * kTokenBytes / parts + codes + scales + kBarriersOfStage, kBarrierBytes));
+    return (kMostShared - kBarrierBytes - kTableBytes) / stage / kGroups;
+  }
+  // Of a k-block. Where a ring would have two they hold half of it, a run: the sooner a part of the ring comes free,
+  // the more is on its way.
+  static constexpr int kStagesOfBlock =
+      !kIntegers && !Code::kPlanes && kChannels == 64 && stages_of(1) < 3 && stages_of(2) > 3 ? 2 : 1;
+  static constexpr bool kPairs =
+      kIntegers || kStagesOfBlock == 2 || kOperandRuns == 2;  // two stages a turn of the loop
+  static_assert(kStagesOfBlock == 1 || kOperandRuns == 1);
+  static constexpr int kWriters = 1;  // blocks that write to a block's tokens
+  static constexpr int kPitch = pitch_of(kChannels);
+  static constexpr int kOutputs = kTokens * kPitch;  // a group's sums
 };
-
-// ---- launch ----
 
 // A kernel as the host sees it.
 struct GemmKernel {
@@ -94,10 +108,13 @@ struct GemmKernel {
   int token_size;  // bytes of a token's element
   int code_bytes;  // of a row tile and plane
   int table_bytes;
-  uint32_t base;           // Dequantizer's
-  int exchange_bytes = 0;  // of sums in shared memory: another block's, or a group's
-  int handover_bytes = 0;  // of a thread's sums, between blocks that share a tile
-  int stage_barriers = 0;  // bytes; 0: they do not lie in the stages
+  uint32_t base;              // Dequantizer's
+  int least_stages;           // of a group's ring: a turn of the loop that has two holds the one before, too
+  int exchange_bytes = 0;     // of sums in shared memory: another block's, or a group's
+  int handover_bytes = 0;     // of a thread's sums, between blocks that share a tile
+  int stage_barriers = 0;     // bytes; 0: they do not lie in the stages
+  int stages_of_block = 1;    // 2: a stage has a run of a k-block
+  bool codes_by_run = false;  // its codes too, otherwise the first one has all
 };
 
 template <class Traits>
@@ -109,66 +126,18 @@ constexpr uint32_t base_of() {
 // function: what Traits make of one of the kernels.
 template <class Traits>
 GemmKernel kernel_of(const void* function, DeviceFlags* raised) {
-  return {function,         raised,          Traits::kTokens,           Traits::kChannels,    Traits::kThreads,
-          Traits::kGroups,  Traits::kSlices, Traits::kIntegers ? 1 : 2, Traits::Code::kBytes, Traits::kTableBytes,
-          base_of<Traits>()};
-}
-
-// Without the number of stages. tokens: bytes of them in a stage.
-inline StageLayout layout_of(const GemmArgs& args, const GemmKernel& kernel, int tokens) {
-  StageLayout layout{};
-  const int scales = args.groups.segments * kernel.channels;
-  layout.tile = kernel.code_bytes * args.planes;
-  layout.codes = tokens;
-  layout.scales = layout.codes + kernel.channels / kTileRows * layout.tile;
-  layout.zeros = layout.scales + (args.has_scales ? args.planes * scales * 2 : 0);
-  const int end = layout.zeros + (args.has_zeros ? scales : 0);
-  layout.stage = static_cast<int>(round_up(end + kernel.stage_barriers, 1024));  // the swizzle's unit
-  return layout;
-}
-
-inline void describe_operands(const LowbitArgs& given, const Weight& w, const GemmKernel& kernel, GemmArgs& args) {
-  const StageLayout& layout = args.layout;
-  const int size = kernel.token_size;
-  args.x = tensor_map({given.x, given.m, given.k, given.ldx * size, size, args.tokens_read, kTokenRun / size, true});
-  const int64_t row_tiles = ceil_div(given.n, kTileRows);
-  const int64_t row_tile = int64_t{w.k_blocks} * layout.tile;  // bytes
-  args.codes =
-      tensor_map({w.packed, row_tiles, row_tile / 8, row_tile, 8, kernel.channels / kTileRows, layout.tile / 8, false});
-  const auto of_groups = [&](const void* data, int64_t rows, int bytes, int box_rows) {
-    const int64_t pitch = round_up(int64_t{bytes} * given.n, 16);  // of a single row it is never used
-    return tensor_map({data, rows, given.n, pitch, bytes, box_rows, kernel.channels, false});
-  };
-  const int64_t groups = w.last + 1;
-  if (args.has_scales) args.scales = of_groups(w.scale, groups * w.planes, 2, w.groups.segments * w.planes);
-  if (args.has_zeros) args.zeros = of_groups(w.zero, groups, 1, w.groups.segments);
-}
-
-// All but how the outputs are cut into blocks. slices: of K. tokens_read: rows that a copy of tokens reads.
-// token_bytes: of a stage.
-inline GemmArgs gemm_args_of(const LowbitArgs& given, const Weight& w, const GemmKernel& kernel, int slices,
-                             int tokens_read, int token_bytes, bool chained) {
-  GemmArgs args{Epilogue(given), w.groups};
-  args.m = given.m;
-  args.n = given.n;
-  args.planes = w.planes;
-  args.slice_blocks = w.k_blocks / slices;
-  args.longer_slices = w.k_blocks % slices;
-  args.tokens_read = tokens_read;
-  args.base = kernel.base;
-  if (has_integers(given)) args.epilogue.w_unit = std::ldexp(1.0F, -log_unit_of(given.format, given.bits));
-  args.has_scales = !has_integers(given) || given.format == LowbitFormat::kTwoLevel;
-  args.has_zeros = w.has_zeros != 0;
-  args.twice_zero = w.twice_zero;
-  args.plain = w.groups.segments == 1 && !args.has_zeros && w.twice_zero % 2 == 0;
-  args.constant_weight = given.constant_weight;
-  args.chained = chained;
-  if (given.format == LowbitFormat::kCodebook) {
-    for (size_t i = 0; i < given.levels.size(); ++i) args.levels[i] = level_bits(given.levels[i], given.type);
-  }
-  args.layout = layout_of(args, kernel, token_bytes);
-  describe_operands(given, w, kernel, args);
-  return args;
+  return {function,
+          raised,
+          Traits::kTokens,
+          Traits::kChannels,
+          Traits::kThreads,
+          Traits::kGroups,
+          Traits::kSlices,
+          Traits::kIntegers ? 1 : 2,
+          Traits::Code::kBytes,
+          Traits::kTableBytes,
+          base_of<Traits>(),
+          Traits::kPairs ? 3 : 2};
 }
 
 }  // namespace octofuse::lowbit

@@ -9,6 +9,9 @@ namespace octofuse::lowbit {
 
 constexpr int kProducts = kSteps;  // of 16 columns, of int8 of 32: those of a run
 
+template <class Traits>
+constexpr int kOperandWords = Traits::kOperandRuns * 4 * kProducts;
+
 // ---- products ----
 
 // d[64, kTokens] += a[64, 16] * b[kTokens, 16]^T, of int8 with 32 columns
@@ -60,13 +63,14 @@ struct OperandPlace {
   }
 };
 
-// Makes the first operand of a warp's 16 channels of a part: a run at a time, which is 4 products. start() requests a
-// k-block's codes. kPlain: GemmArgs::plain.
+// Makes the first operand of a warp's 16 channels of a part: kOperandRuns at a time, 4 products each. start() requests
+// the codes of a stage that has some. kPlain: GemmArgs::plain.
 template <class Traits, bool kPlain>
 class FloatOperand {
   using Code = typename Traits::Code;
   const GemmArgs& args_;
   const OperandPlace<Traits> at_;
+  static constexpr bool kByRun = Traits::kStagesOfBlock == 2 && Traits::kCodesByRun;
   uint32_t words_[Code::kPlanes ? 1 : Code::kWords];
   int part_ = 0;
   Dequantizer<Code, Traits::kType, kPlain> dequantizer_;
@@ -78,10 +82,23 @@ class FloatOperand {
 
   __device__ void start(const char* stage, int part = 0) {
     part_ = part;
-    if constexpr (!Code::kPlanes) read_words<Code::kWidth>(stage + codes(), at_.lane, words_);
+    if constexpr (kByRun) {
+      uint32_t half[Code::kWidth];
+      read_words<Code::kWidth / 2>(stage + codes(), at_.lane, half);
+#pragma unroll
+      for (int i = 0; i < Code::kWidth; ++i) words_[i] = half[i];
+    } else if constexpr (!Code::kPlanes) {
+      read_words<Code::kWidth>(stage + codes(), at_.lane, words_);
+    }
   }
 
-  __device__ void make(const char* stage, int run, uint32_t (&a)[4 * kProducts]) {
+  // From `run` on.
+  __device__ void make(const char* stage, int run, uint32_t (&a)[kOperandWords<Traits>]) {
+#pragma unroll
+    for (int i = 0; i < Traits::kOperandRuns; ++i) make_run(stage, run + i, a + i * (4 * kProducts));
+  }
+
+  __device__ void make_run(const char* stage, int run, uint32_t* a) {
     if constexpr (Code::kPlanes) {
       make_planes<true>(stage, run, args_.planes - 1, a);
 #pragma unroll 1
@@ -91,7 +108,7 @@ class FloatOperand {
       for (int i = 0; i < 2; ++i) {
         const int step = run * 2 + i;
         if (step == 0 || (!kPlain && args_.groups.segments > 1)) set_scales(stage, step);
-        make_step(step, a + i * 8);
+        make_step(kByRun ? i : step, a + i * 8);
       }
     }
   }
@@ -99,7 +116,7 @@ class FloatOperand {
  private:
   __device__ int codes() const { return at_.codes + part_ * at_.to_next_codes; }
 
-  // The 8 registers of a step of 32 columns.
+  // The 8 registers of a step of 32 columns, of those whose codes were read.
   __device__ void make_step(int step, uint32_t* a) {
     constexpr CodesAs kTakes = decltype(dequantizer_)::kTakes;
     if constexpr (kTakes == CodesAs::kNibbles) {
@@ -146,7 +163,7 @@ class FloatOperand {
   }
 
   template <bool kFirst>
-  __device__ void make_planes(const char* stage, int run, int plane, uint32_t (&a)[4 * kProducts]) const {
+  __device__ void make_planes(const char* stage, int run, int plane, uint32_t* a) const {
     const char* const tile = stage + codes() + plane * Code::kBytes;
     const uint2 words = *reinterpret_cast<const uint2*>(tile + at_.lane * 8);
     uint32_t minus_alpha[2];
@@ -181,7 +198,7 @@ class IntegerOperand {
     words_.read(stage + at_.codes + part * at_.to_next_codes, at_.lane);
   }
 
-  __device__ void make(const char* stage, int /*run*/, uint32_t (&a)[4 * kProducts]) {
+  __device__ void make(const char* stage, int /*run*/, uint32_t (&a)[kOperandWords<Traits>]) {
     uint32_t words[Code::kWords];
     words_.put_in_order(at_.lane, words);
 #pragma unroll
@@ -225,18 +242,19 @@ __device__ void for_each_sum(Sum (&sums)[kSums], F f) {
   for (Sum& sum : sums) f(sum);
 }
 
-// Starts the products of a run, which add to `sums`. tokens: the descriptor of the k-block's, to which 64 bits are
-// added: for halves that are put together for each product ptxas takes an instruction more.
+// Starts the products of an operand, from `run` on, which add to `sums`. tokens: the descriptor of the stage's, to
+// which 64 bits are added: for halves that are put together for each product ptxas takes an instruction more.
 template <class Traits>
-__device__ void multiply(uint64_t tokens, int run, uint32_t (&a)[4 * kProducts],
+__device__ void multiply(uint64_t tokens, int run, uint32_t (&a)[kOperandWords<Traits>],
                          typename Traits::Sum (&sums)[Traits::kSums]) {
 #pragma unroll
   for (uint32_t& pair : a) cute::warpgroup_fence_operand(pair);  // all are there before the first product
   cute::warpgroup_arrive();
   tokens += run * (Traits::kTokenBytes / 16);
 #pragma unroll
-  for (int i = 0; i < kProducts; ++i) {
-    Multiply<Traits::kType, Traits::kTokens>::run(a + 4 * i, tokens + 2 * i, sums);
+  for (int i = 0; i < Traits::kOperandRuns * kProducts; ++i) {
+    const int descriptor = i / kProducts * (Traits::kTokenBytes / 16) + i % kProducts * 2;
+    Multiply<Traits::kType, Traits::kTokens>::run(a + 4 * i, tokens + descriptor, sums);
   }
   cute::warpgroup_commit_batch();
 }
@@ -247,30 +265,31 @@ __device__ void fence(Sums&... sums) {
   (for_each_sum(sums, [](auto& sum) { cute::warpgroup_fence_operand(sum); }), ...);
 }
 
-// Two k-blocks a turn, of one run each. stage: the first one's, whose operand is made.
-template <class Traits>
-__device__ void multiply_pairs(Operand<Traits, false>& operand, OneRing<Traits>& ring, int turns, int stage,
-                               uint32_t (&a)[2][4 * kProducts], typename Traits::Sum (&sums)[Traits::kSums]) {
-  const auto take = [&] {
+// Two stages a turn, each multiplied as one operand. stage: the first one, whose operand is made.
+template <class Traits, bool kPlain>
+__device__ void multiply_pairs(Operand<Traits, kPlain>& operand, OneRing<Traits>& ring, int turns, int stage,
+                               uint32_t (&a)[2][kOperandWords<Traits>], typename Traits::Sum (&sums)[Traits::kSums]) {
+  constexpr bool kAllHaveCodes = Traits::kStagesOfBlock == 1 || Traits::kCodesByRun;
+  const auto take = [&](bool has_codes) {
     const int taken = ring.take();
-    operand.start(ring.memory(taken));
+    if (has_codes) operand.start(ring.memory(taken));
     return taken;
   };
   int second = -1;
 #pragma unroll 1
   while (true) {
     const int last = second;  // the stage before
-    if constexpr (Traits::kAsksAhead) second = take();
+    if constexpr (Traits::kAsksAhead) second = take(kAllHaveCodes);
     multiply<Traits>(ring.tokens(stage), 0, a[0], sums);
-    if constexpr (!Traits::kAsksAhead) second = take();
+    if constexpr (!Traits::kAsksAhead) second = take(kAllHaveCodes);
     cute::warpgroup_wait<1>();
     ring.release(last);
-    operand.make(ring.memory(second), 0, a[1]);
+    operand.make(ring.memory(second), Traits::kStagesOfBlock - 1, a[1]);
     int next = -1;
-    if (Traits::kAsksAhead && turns > 1) next = take();
+    if (Traits::kAsksAhead && turns > 1) next = take(true);
     multiply<Traits>(ring.tokens(second), 0, a[1], sums);
     if (--turns == 0) break;
-    if constexpr (!Traits::kAsksAhead) next = take();
+    if constexpr (!Traits::kAsksAhead) next = take(true);
     cute::warpgroup_wait<1>();
     ring.release(stage);
     stage = next;
@@ -284,7 +303,7 @@ __device__ void multiply_pairs(Operand<Traits, false>& operand, OneRing<Traits>&
 // Two runs of a k-block a turn. stage: the first one's, of which the first run's operand is made.
 template <class Traits, bool kPlain>
 __device__ void multiply_runs(Operand<Traits, kPlain>& operand, OneRing<Traits>& ring, int k_blocks, int stage,
-                              uint32_t (&a)[2][4 * kProducts], typename Traits::Sum (&sums)[Traits::kSums]) {
+                              uint32_t (&a)[2][kOperandWords<Traits>], typename Traits::Sum (&sums)[Traits::kSums]) {
   int last = -1;  // the stage before
 #pragma unroll 1
   while (true) {
@@ -307,14 +326,14 @@ __device__ void multiply_runs(Operand<Traits, kPlain>& operand, OneRing<Traits>&
 
 // Adds the products of so many k-blocks to the sums. While the tensor cores multiply one run the warp makes the operand
 // of the next: ptxas lets these overlap in this form of the loop alone, where the operand for the next turn is made at
-// the end of this one and nothing else touches the sums (C7513 to C7515 otherwise). Of integers an odd k-block goes
-// first.
+// the end of this one and nothing else touches the sums (C7513 to C7515 otherwise). Where a
+// turn has two k-blocks an odd one goes first.
 template <class Traits, bool kPlain>
 __device__ void multiply_tile(const GemmArgs& args, const char* table, OneRing<Traits>& ring, int k_blocks,
                               typename Traits::Sum (&sums)[Traits::kSums]) {
   if (k_blocks == 0) return;
   Operand<Traits, kPlain> operand(args, table);
-  uint32_t a[2][4 * kProducts];
+  uint32_t a[2][kOperandWords<Traits>];
   fence(sums);
   const auto take = [&] {
     const int stage = ring.take();
@@ -323,7 +342,7 @@ __device__ void multiply_tile(const GemmArgs& args, const char* table, OneRing<T
     return stage;
   };
   int stage = take();
-  if constexpr (Traits::kIntegers) {
+  if constexpr (Traits::kPairs && Traits::kStagesOfBlock == 1) {
     if (k_blocks % 2 == 1) {
       multiply<Traits>(ring.tokens(stage), 0, a[0], sums);
       cute::warpgroup_wait<0>();
@@ -331,7 +350,9 @@ __device__ void multiply_tile(const GemmArgs& args, const char* table, OneRing<T
       if (k_blocks == 1) return fence(sums);  // not a branch around the loop: in it ptxas would move descriptors again
       stage = take();
     }
-    multiply_pairs<Traits>(operand, ring, k_blocks / 2, stage, a, sums);
+    multiply_pairs<Traits, kPlain>(operand, ring, k_blocks / 2, stage, a, sums);
+  } else if constexpr (Traits::kStagesOfBlock == 2) {
+    multiply_pairs<Traits, kPlain>(operand, ring, k_blocks, stage, a, sums);
   } else {
     multiply_runs<Traits, kPlain>(operand, ring, k_blocks, stage, a, sums);
   }

@@ -2,10 +2,11 @@
 // and become fp16, bf16 or int8 in the registers of the threads that multiply them; tokens are of that type already.
 // gemm.cu has the kernels of fp16 and bf16, gemm_integer.cu those of int8.
 //
-// Words. Row tile: 16 output channels. k-block: 128 columns of K. Stage: the shared memory of one k-block; a ring is
-// several stages used in turn. K slice: a run of neighbouring k-blocks. Cluster: `split` blocks with the same outputs,
-// which divide the K slices. "Group" is two things: in kGroups and KRange a team of consumer warpgroups with a ring of
-// its own; in Groups and `segments` the columns that share a scale.
+// Words. Row tile: 16 output channels. k-block: 128 columns of K. Stage: the shared memory of one k-block, or of half
+// of one where too few would fit (kStagesOfBlock); a ring is several stages used in turn. K slice: neighbouring
+// k-blocks. Cluster: `split` blocks with the same outputs, which divide the K slices. "Group" is two things: in kGroups
+// and KRange a team of consumer warpgroups with a ring of its own; in Groups and `segments` the columns that share a
+// scale.
 //
 //   global memory         shared memory: one stage                  registers of a consumer warpgroup
 //   tokens        --TMA-> [run][token][128 bytes] ----------------> (wgmma reads its second operand where it lies)
@@ -21,9 +22,10 @@
 //                        group reads; with 2, two warps copy weights and two tokens; with 1, one each, two are idle.
 //   barriers             in front of each stage (gemm_ring.cuh): its bytes have arrived; the consumers have read it.
 //   consumer warpgroups  (gemm_consumer.cuh) 64 channels each: read the codes, make the operand of a run in registers
-//                        (64 columns, of int8 128), start wgmmas on it, and meanwhile make the next. More warpgroups
-//                        than the channels need form groups that divide K. With fewer groups than slices (the sums of
-//                        128 tokens take the registers of twice the threads) a group takes two, one after the other.
+//                        (64 columns, of int8 128; of two runs beside 16 tokens), start wgmmas on it, and meanwhile
+//                        make the next. More warpgroups than the channels need form groups that divide K. With fewer
+//                        groups than slices (the sums of 128 tokens take the registers of twice the threads) a group
+//                        takes two, one after the other.
 //   then all consumers   leave their sums in the rings' place, add those of the groups, then through distributed shared
 //                        memory those of the cluster's blocks. Each block finishes every split-th token.
 //
@@ -40,7 +42,6 @@
 #include "lowbit/gemm_consumer.cuh"
 #include "lowbit/gemm_producer.cuh"
 #include "lowbit/shape.h"
-#include "octofuse/device.h"
 
 namespace octofuse::lowbit {
 
@@ -177,6 +178,13 @@ __device__ void multiply_slices(const GemmArgs& args, const char* table, char* r
   add_groups<Traits>(args, outputs);
 }
 
+// Registers of a consumer thread where an equal share is not enough, else 0.
+template <class Traits>
+constexpr int registers_of() {
+  if (Traits::kTokens > 64) return Traits::kConsumers == 256 ? 224 : 152;
+  return Traits::kOperandRuns == 2 && Traits::kConsumers == 512 ? 104 : 0;
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_constant__ GemmArgs args) {
   extern __shared__ __align__(1024) char memory[];
@@ -205,13 +213,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_
   }
   __syncthreads();
   launch_dependents();
-  // For 128 tokens producers hand registers to the consumers, whose sums need more than an equal share. Behind the
-  // point where both roles meet again ptxas allocates for the smaller number: so the sums leave registers before it.
+  // For 128 tokens producers hand registers to the consumers, whose sums need more than an equal share, and for 16,
+  // where the operand of a whole k-block does. Behind the point where both roles meet again ptxas allocates for the
+  // smaller number: so the sums leave registers before it.
+  constexpr int kRegisters = registers_of<Traits>();
   if (is_producer) {
-    if constexpr (Traits::kTokens > 64) cutlass::arch::warpgroup_reg_dealloc<56>();
+    if constexpr (kRegisters > 0) cutlass::arch::warpgroup_reg_dealloc<56>();
     if ((copies_weights || copies_tokens) && cute::elect_one_sync()) producer.run(copies_weights, copies_tokens);
   } else {
-    if constexpr (Traits::kTokens > 64) cutlass::arch::warpgroup_reg_alloc<Traits::kConsumers == 256 ? 224 : 152>();
+    if constexpr (kRegisters > 0) cutlass::arch::warpgroup_reg_alloc<kRegisters>();
     with_plain<Traits>(args, [&](auto plain) { multiply_slices<Traits, plain.value>(args, table, rings); });
     // finish() reads x_scale, bias and residual. A full barrier implies that producers have waited, but an empty K
     // slice has none.
@@ -248,28 +258,12 @@ GemmKernel gemm_kernel_of() {
   static DeviceFlags raised;
   GemmKernel kernel = kernel_of<Traits>(reinterpret_cast<const void*>(gemm_kernel<Traits>), &raised);
   kernel.stage_barriers = kBarriersOfStage;
+  kernel.stages_of_block = Traits::kStagesOfBlock;
+  kernel.codes_by_run = Traits::kStagesOfBlock == 2 && Traits::kCodesByRun;
   return kernel;
 }
 
 // Launches one kernel; split: blocks that divide K.
-inline void launch_gemm(const LowbitArgs& given, const GemmKernel& kernel, int split, int device, cudaStream_t stream) {
-  const Weight w(given);
-  allow_shared_memory(kernel.function, kMostShared, device, *kernel.raised);
-  GemmArgs args = gemm_args_of(given, w, kernel, split * kernel.slices, std::min(given.m, kernel.tokens),
-                               kernel.tokens * kBlockK * kernel.token_size, is_chained(stream, device));
-  args.split = split;
-  // 2 at least (GemmShape): a stage comes free when the next one is being multiplied. Of integers 3 (gemm_kernel_of()).
-  const int room = kMostShared - kBarrierBytes - kernel.table_bytes;
-  args.layout.stages = std::min(room / args.layout.stage, kMostStages) / kernel.groups;
-  if (args.layout.stages < 2) throw RuntimeError("lowbit_gemm: a ring has fewer than two stages");
-  const int outputs = kernel.tokens * pitch_of(kernel.channels) * 4;
-  const int shared =
-      kBarrierBytes + kernel.table_bytes + kernel.groups * std::max(args.layout.stages * args.layout.stage, outputs);
-  const auto channels = static_cast<unsigned>(ceil_div(given.n, kernel.channels));
-  const auto tiles = static_cast<unsigned>(ceil_div(given.m, kernel.tokens));
-  const auto blocks = static_cast<unsigned>(split);
-  launch_kernel("lowbit_gemm", kernel.function, dim3(channels, blocks, tiles),
-                dim3(static_cast<unsigned>(kernel.threads)), shared, dim3(1, blocks), args.chained, &args, stream);
-}
+void launch_gemm(const LowbitArgs& given, const GemmKernel& kernel, int split, int device, cudaStream_t stream);
 
 }  // namespace octofuse::lowbit

@@ -11,7 +11,8 @@
 //   two blocks of a cluster  have the same tokens and neighbouring channels; each copies half of the tokens to both. Or
 //                            (kSplitsK) the same tile and half of K each: they exchange sums, half of the tokens each
 //   two producer lanes       copy weights and tokens, tile after tile: k-blocks of both into one ring or, where too few
-//                            of them fit, weights into a ring of k-blocks and tokens into one of runs
+//                            of them fit, weights into a ring of k-blocks and tokens into one of runs. A third warp
+//                            tells who goes on from this block's sums
 //   2 to 4 consumer          64 channels each, or two parts of 64: make the operand of a run while another is
 //   warpgroups               multiplied, then finish their outputs through shared memory, 32 tokens at a time
 #pragma once
@@ -21,8 +22,6 @@
 #include "lowbit/gemm_many_epilogue.cuh"
 #include "lowbit/gemm_many_exchange.cuh"
 #include "lowbit/gemm_many_products.cuh"
-#include "lowbit/kernels.h"
-#include "octofuse/device.h"
 
 namespace octofuse::lowbit {
 
@@ -208,6 +207,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_many_kernel(const __
     const int warp = wgmma::warp_of(thread) - Traits::kConsumers / 32;
     if (warp == 0 && cute::elect_one_sync()) producer.weights();
     if (warp == 1 && cute::elect_one_sync()) producer.tokens();
+    if (const ManyWalk<Traits> first(args); warp == 2 && first.valid() && first.gives)
+      Handover<Traits>(args.handover).mark();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters>();
     with_plain<Traits>(args, [&](auto plain) { consume<Traits, plain.value>(args, barriers, table, rings); });
@@ -228,43 +229,8 @@ GemmKernel many_kernel_of() {
   return kernel;
 }
 
-// Tiles of tokens of a band (ManyWalk): it goes through all weights before the next one, so its tokens are to stay in
-// L2, whose halves each keep a copy, while the weights, which are fewer bytes, pass by (cpp/README.md).
-inline int band_of(int k_blocks, int token_size, int tile_tokens) {
-  constexpr int64_t kStays = 10 << 20;
-  return static_cast<int>(std::max<int64_t>(1, kStays / (int64_t{k_blocks} * kBlockK * token_size * tile_tokens)));
-}
-
 // A call by the kernel for its weight and shape.
-inline void launch_gemm_many(const LowbitArgs& given, const GemmKernel& kernel, const ManyShape& shape, int device,
-                             cudaStream_t stream, const Allocator& allocate) {
-  const Weight w(given);
-  allow_shared_memory(kernel.function, kMostShared, device, *kernel.raised);
-  // Half of a tile's tokens, or of those that exist: TMA takes longer over rows outside x.
-  const auto half = std::min<int64_t>(shape.tokens / kSharing, round_up(ceil_div(given.m, kSharing), kSwizzleRows));
-  const bool one_ring = kernel.stage_barriers > 0;
-  const int token_stage = shape.tokens * kTokenRun;  // of two rings, whose stages have a run
-  ManyArgs args{gemm_args_of(given, w, kernel, 1, static_cast<int>(half),
-                             one_ring ? shape.tokens * kBlockK * kernel.token_size : 0, is_chained(stream, device))};
-  const int room = kMostShared - kBarrierBytes - kernel.table_bytes - (kernel.threads / 128 - 1) * kManyStagingBytes -
-                   kernel.exchange_bytes;
-  args.layout.stages = one_ring ? std::min(room / args.layout.stage, kMostStages) : kWeightStages;
-  const int left = room - args.layout.stages * args.layout.stage;
-  args.token_stages = one_ring ? 0 : std::min(left / token_stage, kMostStages);
-  const int shared = kMostShared - left + args.token_stages * token_stage;
-  args.k_blocks = w.k_blocks;
-  args.token_tiles = shape.token_tiles;
-  args.channel_pairs = shape.channel_pairs;
-  args.band = std::min(band_of(w.k_blocks, kernel.token_size, shape.tokens), shape.token_tiles);
-  args.clusters = static_cast<int>(std::min<int64_t>(device_capability(device).sm_count / kSharing, shape.tiles()));
-  const auto left_over = static_cast<int>(shape.tiles() % args.clusters);
-  if (shape.shares && left_over > 0 && shape.tiles() > args.clusters) {
-    args.shared_tiles = args.clusters + left_over;
-    args.handover = handover_args(kernel, args.clusters * kSharing, allocate);
-  }
-  args.by_pieces = given.out_type == given.type && given.n % 8 == 0 && is_aligned(given.out);
-  launch_kernel("lowbit_gemm_many", kernel.function, dim3(static_cast<unsigned>(args.clusters * kSharing)),
-                dim3(static_cast<unsigned>(kernel.threads)), shared, dim3(kSharing), args.chained, &args, stream);
-}
+void launch_gemm_many(const LowbitArgs& given, const GemmKernel& kernel, const ManyShape& shape, int device,
+                      cudaStream_t stream, const Allocator& allocate);
 
 }  // namespace octofuse::lowbit

@@ -61,7 +61,7 @@ class TwoRings {
 // k-block of int8 in the place of 90.
 template <class Traits, bool kPlain>
 __device__ void multiply_turns(Operand<Traits, kPlain>& operand, TwoRings<Traits>& rings, int turns, const char* stage,
-                               int weights, int last, uint32_t (&a)[2][4 * kProducts],
+                               int weights, int last, uint32_t (&a)[2][kOperandWords<Traits>],
                                typename Traits::Sum (&sums)[Traits::kSums]) {
   const auto next_stage = [&] {
     const int slot = rings.weight_slot();
@@ -103,7 +103,7 @@ template <class Traits, bool kPlain>
 __device__ void multiply_tile(const ManyArgs& args, const char* table, TwoRings<Traits>& rings, int turns,
                               typename Traits::Sum (&sums)[Traits::kSums]) {
   Operand<Traits, kPlain> operand(args, table);
-  uint32_t a[2][4 * kProducts];
+  uint32_t a[2][kOperandWords<Traits>];
   for_each_sum(sums, [](auto& sum) { cute::warpgroup_fence_operand(sum); });
   int weights = rings.weight_slot();  // the slot of those that are being multiplied
   const char* stage = rings.wait_for_weights();
@@ -136,7 +136,7 @@ template <class Traits, bool kPlain>
 __device__ void multiply_two_parts(const ManyArgs& args, const char* table, OneRing<Traits>& ring, int k_blocks,
                                    typename Traits::Sum (&sums)[2][Traits::kSums]) {
   Operand<Traits, kPlain> operand(args, table);
-  uint32_t a[2][4 * kProducts];
+  uint32_t a[2][kOperandWords<Traits>];
   fence(sums[0], sums[1]);
   int stage = ring.take();
   operand.start(ring.memory(stage), 0);

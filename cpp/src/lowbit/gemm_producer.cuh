@@ -29,58 +29,61 @@ struct KRange {
   }
 };
 
-// One lane copies a group's weights, its tokens, or both: to issue the copies of a k-block is no short work beside its
+// One lane copies a group's weights, its tokens, or both: to issue the copies of a stage is no short work beside its
 // product, so several lanes of different warps share it.
 template <class Traits>
 class Producer {
   const GemmArgs& args_;
   char* ring_;
-  const KRange<Traits> range_;
+  int first_, end_;  // its stages of K
 
  public:
   // ring: the group's.
-  __device__ Producer(const GemmArgs& args, char* ring, int group)
-      : args_(args), ring_(ring), range_(args, group, 0, Traits::kSlicesOfGroup) {}
+  __device__ Producer(const GemmArgs& args, char* ring, int group) : args_(args), ring_(ring) {
+    const KRange<Traits> range(args, group, 0, Traits::kSlicesOfGroup);
+    first_ = range.first * Traits::kStagesOfBlock;
+    end_ = range.end * Traits::kStagesOfBlock;
+  }
 
   __device__ void init() const { init_ring(ring_, RingPlace(args_.layout), Traits::kGroupThreads / 128); }
 
   // Fills every stage once with what nothing in flight writes: before earlier kernels have ended, where the weights are
-  // promised to be constant. K-block by k-block, so that the first one can be multiplied while the others arrive.
+  // promised to be constant. Stage by stage, so that the first one can be multiplied while the others arrive.
   __device__ void start(bool has_weights, bool has_tokens) const {
     if (!args_.constant_weight) wait_for_predecessors();
     RingPlace place(args_.layout);
 #pragma unroll 1
-    for (int k_block = range_.first; k_block < ahead(); ++k_block, place.next()) {
-      if (has_weights) weights(k_block, place);
-      if (has_tokens && !args_.chained) tokens(k_block, place);
+    for (int at = first_; at < ahead(); ++at, place.next()) {
+      if (has_weights) weights(at, place);
+      if (has_tokens && !args_.chained) tokens(at, place);
     }
   }
 
-  // The tokens of these stages in a chain, and then the other k-blocks, as stages come free.
+  // The tokens of these stages in a chain, and then the others, as stages come free.
   __device__ void run(bool has_weights, bool has_tokens) const {
     wait_for_predecessors();
     RingPlace place(args_.layout);
     if (has_tokens && args_.chained) {
 #pragma unroll 1
-      for (int k_block = range_.first; k_block < ahead(); ++k_block, place.next()) tokens(k_block, place);
+      for (int at = first_; at < ahead(); ++at, place.next()) tokens(at, place);
     }
     place = RingPlace(args_.layout);
 #pragma unroll 1
-    for (int k_block = ahead(); k_block < range_.end; ++k_block, place.next()) {
+    for (int at = ahead(); at < end_; ++at, place.next()) {
       empty_of(ring_ + place.at).wait(place.phase);
-      if (has_weights) weights(k_block, place);
-      if (has_tokens) tokens(k_block, place);
+      if (has_weights) weights(at, place);
+      if (has_tokens) tokens(at, place);
     }
   }
 
  private:
-  __device__ int ahead() const { return min(range_.end, range_.first + args_.layout.stages); }
-  __device__ void weights(int k_block, const RingPlace& place) const {
+  __device__ int ahead() const { return min(end_, first_ + args_.layout.stages); }
+  __device__ void weights(int at, const RingPlace& place) const {
     char* const stage = ring_ + place.at;
-    copy_weights<Traits>(args_, full_of(stage), stage, k_block, static_cast<int>(blockIdx.x));
+    copy_weights<Traits>(args_, full_of(stage), stage, at, static_cast<int>(blockIdx.x));
   }
-  __device__ void tokens(int k_block, const RingPlace& place) const {
-    copy_tokens_to<Traits>(args_, ring_ + place.at, k_block, first_token<Traits>(args_));
+  __device__ void tokens(int at, const RingPlace& place) const {
+    copy_tokens_to<Traits>(args_, ring_ + place.at, at, first_token<Traits>(args_));
   }
 };
 

@@ -1,5 +1,6 @@
-// A ring of stages, each a k-block's tokens and weights, as both sides go through it. gemm_many has one where enough
-// stages fit (ManyTraits), else a ring of weights and one of tokens (TwoRings in gemm_many_products.cuh).
+// A ring of stages, each a k-block's tokens and weights or those of half of one, as both sides go through it. gemm_many
+// has one where enough stages fit (ManyTraits), else a ring of weights and one of tokens (TwoRings in
+// gemm_many_products.cuh).
 #pragma once
 
 #include "lowbit/gemm_args.cuh"

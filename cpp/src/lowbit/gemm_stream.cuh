@@ -9,11 +9,12 @@
 // that another block has begun: hardly anybody waits.
 #pragma once
 
+#include <cutlass/arch/reg_reconfig.h>
+
 #include "lowbit/gemm_consumer.cuh"
 #include "lowbit/gemm_copies.cuh"
 #include "lowbit/handover.cuh"
 #include "lowbit/shape.h"
-#include "octofuse/device.h"
 
 namespace octofuse::lowbit {
 
@@ -80,53 +81,79 @@ struct PartRange {
   }
 };
 
-// One lane copies a group's weights, another one its tokens.
+// One lane copies a group's weights, another one the tokens of both groups.
 template <class Traits>
 class StreamProducer {
   const StreamArgs& args_;
-  char* ring_;
-  int group_;
+  char* rings_;
 
  public:
-  // ring: the group's.
-  __device__ StreamProducer(const StreamArgs& args, char* ring, int group) : args_(args), ring_(ring), group_(group) {}
+  // rings: of all groups.
+  __device__ StreamProducer(const StreamArgs& args, char* rings) : args_(args), rings_(rings) {}
 
-  __device__ void init() const { init_ring(ring_, RingPlace(args_.layout), Traits::kGroupThreads / 128); }
+  __device__ void init(int group) const {
+    init_ring(ring(group), RingPlace(args_.layout), Traits::kGroupThreads / 128);
+  }
 
   // Alone the tokens of the first stages too, right behind the weights of each: behind those of all stages they would
   // be long in coming.
-  __device__ void weights() const {
+  __device__ void weights(int group) const {
     if (!args_.constant_weight || !args_.chained) wait_for_predecessors();
-    for_each_k_block([&](int tile, int k_block, char* stage, bool is_first) {
-      copy_weights<Traits>(args_, full_of(stage), stage, k_block, tile);
-      if (is_first && !args_.chained) copy_tokens_to<Traits>(args_, stage, k_block, 0);
-    });
+    Way way(args_);
+#pragma unroll 1
+    for (StreamWalk part(args_); part.valid(); part.next()) {
+      const PartRange range(args_, part, group);
+#pragma unroll 1
+      for (int i = 0; i < range.count; ++i) {
+        const bool is_fresh = way.is_fresh();
+        char* const stage = way.next(ring(group));
+        copy_weights<Traits>(args_, full_of(stage), stage, range.first + i, part.tile);
+        if (is_fresh && !args_.chained) copy_tokens_to<Traits>(args_, stage, range.first + i, 0);
+      }
+    }
   }
 
   __device__ void tokens() const {
     wait_for_predecessors();
-    for_each_k_block([&](int /*tile*/, int k_block, char* stage, bool is_first) {
-      if (!is_first || args_.chained) copy_tokens_to<Traits>(args_, stage, k_block, 0);
-    });
-  }
-
- private:
-  // f(tile, k-block, empty stage, whether nothing was in it)
-  template <class F>
-  __device__ void for_each_k_block(F f) const {
-    RingPlace place(args_.layout);
-    int first = args_.layout.stages;
+    Way ways[Traits::kGroups] = {Way(args_), Way(args_)};
 #pragma unroll 1
     for (StreamWalk part(args_); part.valid(); part.next()) {
-      const PartRange range(args_, part, group_);
+      const PartRange ranges[Traits::kGroups] = {PartRange(args_, part, 0), PartRange(args_, part, 1)};
 #pragma unroll 1
-      for (int i = 0; i < range.count; ++i, --first, place.next()) {
-        // Of a fresh stage nothing has to be waited for: it may have been filled and read before this lane comes here.
-        if (first <= 0) empty_of(ring_ + place.at).wait(place.phase ^ 1);
-        f(part.tile, range.first + i, ring_ + place.at, first > 0);
+      for (int i = 0; i < ranges[0].count; ++i) {  // the second group may have one less
+#pragma unroll
+        for (int group = 0; group < Traits::kGroups; ++group) {
+          if (i >= ranges[group].count) continue;
+          const bool is_fresh = ways[group].is_fresh();
+          char* const stage = ways[group].next(ring(group));
+          if (!is_fresh || args_.chained) copy_tokens_to<Traits>(args_, stage, ranges[group].first + i, 0);
+        }
       }
     }
   }
+
+ private:
+  // A copier's way through a ring.
+  class Way {
+    RingPlace place_;
+    int fresh_;  // stages in which nothing has been
+
+   public:
+    __device__ explicit Way(const StreamArgs& args) : place_(args.layout), fresh_(args.layout.stages) {}
+
+    __device__ bool is_fresh() const { return fresh_ > 0; }
+    // The next stage, empty. Of a fresh one nothing has to be waited for: it may have been filled and read before this
+    // lane comes here.
+    __device__ char* next(char* ring) {
+      char* const stage = ring + place_.at;
+      if (fresh_ <= 0) empty_of(stage).wait(place_.phase ^ 1);
+      --fresh_;
+      place_.next();
+      return stage;
+    }
+  };
+
+  __device__ char* ring(int group) const { return rings_ + group * args_.layout.stages * args_.layout.stage; }
 };
 
 // How a tile's outputs leave: kPart tokens at a time through shared memory, where the sums of both groups are added.
@@ -214,10 +241,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_stream_kernel(const 
   const int thread = static_cast<int>(threadIdx.x);
   const bool is_producer = wgmma::warpgroup_of(thread) == Traits::kConsumers / 128;
   const int warp = wgmma::warp_of(thread) - Traits::kConsumers / 32;
-  // Of the four producer warps 0 and 1 copy weights, 2 and 3 tokens.
-  const int group = warp & 1;
-  const StreamProducer<Traits> producer(args, rings + group * args.layout.stages * args.layout.stage, group);
-  if (is_producer && warp < Traits::kGroups && cute::elect_one_sync()) producer.init();
+  // Of the four producer warps 0 and 1 copy weights, 2 tokens, and 3 tells who goes on from this block's sums.
+  const StreamProducer<Traits> producer(args, rings);
+  if (is_producer && warp < Traits::kGroups && cute::elect_one_sync()) producer.init(warp);
   if constexpr (Traits::Code::kCodebook) {
     CodebookDequantizer<Traits::kType>::template fill<Traits::kConsumers>(reinterpret_cast<uint32_t*>(table),
                                                                           args.levels);
@@ -225,13 +251,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_stream_kernel(const 
   __syncwarp();
   __syncthreads();
   launch_dependents();
+  // Registers of a whole k-block's operand: the producers hand theirs over.
   if (is_producer) {
+    if constexpr (Traits::kOperandRuns == 2) cutlass::arch::warpgroup_reg_dealloc<24>();
     if (warp < Traits::kGroups) {
-      if (cute::elect_one_sync()) producer.weights();
-    } else {
+      if (cute::elect_one_sync()) producer.weights(warp);
+    } else if (warp == Traits::kGroups) {
       if (cute::elect_one_sync()) producer.tokens();
+    } else if (StreamWalk(args).gives()) {
+      Handover<Traits>(args.handover).mark();
     }
   } else {
+    if constexpr (Traits::kOperandRuns == 2) cutlass::arch::warpgroup_reg_alloc<112>();
     with_plain<Traits>(args, [&](auto plain) { multiply_parts<Traits, plain.value>(args, table, rings); });
   }
 }
@@ -248,24 +279,7 @@ GemmKernel stream_kernel_of() {
   return kernel;
 }
 
-inline void launch_gemm_stream(const LowbitArgs& given, const GemmKernel& kernel, int device, cudaStream_t stream,
-                               const Allocator& allocate) {
-  const Weight w(given);
-  allow_shared_memory(kernel.function, kMostShared, device, *kernel.raised);
-  StreamArgs args{gemm_args_of(given, w, kernel, kernel.slices, std::min(given.m, kernel.tokens),
-                               kernel.tokens * kBlockK * kernel.token_size, is_chained(stream, device))};
-  const int room = kMostShared - kBarrierBytes - kernel.table_bytes - kernel.exchange_bytes;
-  args.layout.stages = std::min(room / args.layout.stage, kMostStages) / kernel.groups;
-  if (args.layout.stages < 2) throw RuntimeError("lowbit_gemm_stream: a ring has fewer than two stages");
-  const int shared = kMostShared - room + kernel.groups * args.layout.stages * args.layout.stage;
-  const auto tiles = static_cast<int>(ceil_div(given.n, kernel.channels));
-  const int blocks = std::min(tiles, device_capability(device).sm_count);  // so no tile is cut twice
-  args.steps = args.slice_blocks + (args.longer_slices > 0 ? 1 : 0);
-  args.share = tiles * args.steps / blocks;
-  args.longer_shares = tiles * args.steps % blocks;
-  args.handover = handover_args(kernel, blocks, allocate);
-  launch_kernel("lowbit_gemm_stream", kernel.function, dim3(static_cast<unsigned>(blocks)),
-                dim3(static_cast<unsigned>(kernel.threads)), shared, dim3(1), args.chained, &args, stream);
-}
+void launch_gemm_stream(const LowbitArgs& given, const GemmKernel& kernel, int device, cudaStream_t stream,
+                        const Allocator& allocate);
 
 }  // namespace octofuse::lowbit

@@ -13,13 +13,18 @@ struct HandoverArgs {
   uint64_t mark;    // of this call
 };
 
-// A warp of one block writes its sums to memory and marks them, the same warp of the block that is Traits::kNextBlock
-// further on waits for the mark and goes on from them. A mark is a number of 64 bits by chance that no other call has,
-// so nothing has to be cleared before; the reader clears it, for a graph that runs the same call again.
+// Of the warps that multiply and the one that marks: none of these kernels' numbers in device/ptx.cuh.
+constexpr int kGivenBarrier = 3;
+
+// A warp of one block writes its sums to memory, another warp marks them, and the first one's counterpart in the block
+// that is Traits::kNextBlock further on waits for the mark and goes on from them. A mark is a number of 64 bits by
+// chance that no other call has, so nothing has to be cleared before; the reader clears it, for a graph that runs the
+// same call again.
 template <class Traits>
 class Handover {
   using Sum = typename Traits::Sum;
   static constexpr int kWarps = Traits::kConsumers / 32;
+  static constexpr int kMeeting = Traits::kConsumers + 32;  // threads
   const HandoverArgs& args_;
 
  public:
@@ -45,10 +50,20 @@ class Handover {
                      "r"(static_cast<int>(gives))
                    : "memory");
     }
-    __syncwarp();
-    if (gives && part == Traits::kChannelParts - 1 && threadIdx.x % 32 == 0) {
-      asm volatile("st.release.gpu.global.u64 [%0], %1;" : : "l"(args_.marks + own()), "l"(args_.mark) : "memory");
+    if (gives && part == Traits::kChannelParts - 1) {
+      __syncwarp();  // a lane or two told the blocks that a stage is free
+      asm volatile("bar.arrive %0, %1;" : : "n"(kGivenBarrier), "n"(kMeeting) : "memory");
     }
+  }
+
+  // By a warp that does not multiply, once for a block that gives: waits for its sums and marks them. Whoever marks
+  // waits until they are in memory, behind all copies that the block has asked for.
+  __device__ void mark() const {
+    barrier_sync<kGivenBarrier, kMeeting>();
+    __threadfence();
+    const int warp = static_cast<int>(threadIdx.x) % 32;
+    uint64_t* const to = args_.marks + static_cast<int>(blockIdx.x) * kWarps + warp;
+    if (warp < kWarps) asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" : : "l"(to), "l"(args_.mark) : "memory");
   }
 
   // takes: else sums stay as they are.
@@ -87,13 +102,5 @@ class Handover {
                  : "memory");
   }
 };
-
-// Memory by which so many blocks hand sums over.
-inline HandoverArgs handover_args(const GemmKernel& kernel, int blocks, const Allocator& allocate) {
-  const int64_t threads = int64_t{blocks} * (kernel.threads - 128);
-  const int64_t bytes = threads * kernel.handover_bytes;
-  auto* const memory = static_cast<char*>(allocate(static_cast<size_t>(bytes + threads / 32 * 8)));
-  return {reinterpret_cast<float4*>(memory), reinterpret_cast<uint64_t*>(memory + bytes), next_mark()};
-}
 
 }  // namespace octofuse::lowbit

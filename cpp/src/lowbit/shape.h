@@ -18,6 +18,8 @@ constexpr int kMostShared = 227 << 10;    // bytes of a block on an H200
 
 constexpr int k_blocks_of(int64_t k) { return static_cast<int>(ceil_div(k, kBlockK)); }
 
+constexpr int kMostSegments = 4;
+
 // Scales that a row has in a k-block: those of its 2 or 4 groups, or of the one group that it lies in.
 constexpr int segments_of(int64_t group) { return group == 32 || group == 64 ? static_cast<int>(kBlockK / group) : 1; }
 
@@ -197,6 +199,7 @@ struct GemmShape {
       channels = by_192 ? 192 : 128;
       split = by_192 ? 2 : 1;
     }
+    if (m <= 16) tokens = 16;
     // Few tokens in each of many blocks where SMs have room for these at once.
     while (tokens < std::min(m, every ? 128 : 64) &&
            blocks_of(n, channels) * ((m + tokens - 1) / tokens) > kClusters[split]) {
@@ -222,10 +225,10 @@ struct GemmShape {
     return ceil_div(blocks, kClusters[split]) * (ceil_div(k_blocks, split) * of_block + of_round);
   }
 
-  // The same of up to 32 tokens. Of 5 and 7 bits reckoned from the others.
+  // The same of up to 16 tokens. Of 5 and 7 bits reckoned from the others.
   int64_t time_of_few(int bits, int64_t n, int k_blocks) const {
-    if (streams(32, n, k_blocks, bits)) return time_of_stream(bits, n, k_blocks);
-    constexpr int kOfBlock[9] = {0, 700, 660, 820, 720, 890, 970, 1050, 950};  // a group's, of 64 channels or more
+    if (streams(16, n, k_blocks, bits)) return time_of_stream(bits, n, k_blocks);
+    constexpr int kOfBlock[9] = {0, 620, 620, 760, 645, 820, 890, 950, 1000};  // a group's, of 64 channels or more
     const int slices = split * (channels == 64 ? 4 : channels == 128 ? 2 : 1);
     const int64_t rounds = ceil_div(ceil_div(n, channels), kClusters[split]);
     const int of_round = split == 1 ? 430 : channels == 64 ? 1500 : 950;
@@ -243,8 +246,8 @@ struct GemmShape {
   }
 
   static int64_t time_of_stream(int bits, int64_t n, int k_blocks) {
-    constexpr int kOfStep[9] = {0, 620, 620, 770, 740, 880, 980, 1040, 1030};  // two k-blocks of 128 channels
-    return 6000 + ceil_div(n, kStreamChannels) * ceil_div(k_blocks, 2) * kOfStep[bits] / kSms;
+    constexpr int kOfStep[9] = {0, 595, 595, 780, 680, 830, 930, 1010, 1090};  // two k-blocks of 128 channels
+    return 4000 + ceil_div(n, kStreamChannels) * ceil_div(k_blocks, 2) * kOfStep[bits] / kSms;
   }
 
   static constexpr int kClusters[kMostSplit + 1] = {0, 132, 66, 39, 30};  // at once, of so many blocks
@@ -265,6 +268,7 @@ void with_shape(const GemmShape& shape, F f) {
     }
     f(tokens, std::integral_constant<int, 128>());
   };
+  if (shape.tokens == 16) return with_channels(std::integral_constant<int, 16>());
   if (shape.tokens == 32) return with_channels(std::integral_constant<int, 32>());
   if constexpr (kEvery) {
     if (shape.tokens == 128) return with_channels(std::integral_constant<int, 128>());
