@@ -86,16 +86,23 @@ def test_most_scales(n: int, k: int) -> None:
         weight.check(weight.tokens(m), engine="gemm")
 
 
-@pytest.mark.parametrize(("kind", "bits"), [*(("uniform", bits) for bits in range(1, 9)), *SOME[4:7]])
+HALVES = [("uniform", bits, zeros) for bits in (2, 3, 4, 5, 8) for zeros in (True, 1)]  # 1: the zero of all
+HALVES += [("sparse12", 7, False), ("codebook", 4, False), ("float8", 8, False)]
+
+
+@pytest.mark.parametrize(("kind", "bits", "zeros"), HALVES)
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_stages_of_half_a_k_block(kind: str, bits: int, group: int) -> None:
-    """Of 33 to 128 tokens of up to 4,224 channels, with scales and zero points for either half."""
-    weight = Weight(kind, bits, group, 1024, 8192, kind == "uniform", torch.float16)
-    x = weight.tokens(128)
-    want = weight.multiply(x, engine="gemm")
-    weight.check(x, engine="gemm")
-    for m in (33, 50, 64, 100):
-        assert torch.equal(weight.multiply(x[:m], engine="gemm"), want[:m]), m
+def test_stages_of_half_a_k_block(kind: str, bits: int, zeros: bool | int, group: int) -> None:
+    """Tiles of 64 channels by 64 and 128 tokens, with scales and zero points for either half, and stages of the ring that
+    are filled again and again."""
+    for k in (8192, 16512):
+        weight = Weight(kind, bits, group, 1024, k, zeros, torch.float16)
+        x = weight.tokens(128)
+        want = weight.multiply(x, engine="gemm")
+        weight.check(x, engine="gemm")
+        weight.check(x[:50], engine="gemm")
+        for m in (33, 50, 64, 100):
+            assert torch.equal(weight.multiply(x[:m], engine="gemm"), want[:m]), m
 
 
 @pytest.mark.parametrize(("kind", "bits"), SOME)

@@ -50,6 +50,8 @@ def test_tokens_decide() -> None:
     assert select(bits=6, m=65, n=10240)["chosen"] == "gemm_split"
     assert select("planes", 8, m=64, group=64)["tile"] == (64, 64, 2)
     assert select("planes", 8, m=64, group=32)["tile"] == (32, 64, 2), "a ring would have one stage"
+    for m, tokens in ((16, 16), (17, 32), (33, 64), (64, 64), (100, 128), (128, 128)):
+        assert select(m=m, n=1024, k=8192, engine="gemm")["tile"] == (tokens, 64, 4), m
     assert select(m=65, n=28672)["chosen"] == select(bits=6, m=65, n=16384)["chosen"] == "gemm_many"
     with pytest.raises(ValueError, match="gemm_split: up to 128 columns there is nothing to divide"):
         select(m=256, k=128, engine="gemm_split")

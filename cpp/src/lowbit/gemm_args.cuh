@@ -65,8 +65,8 @@ struct GemmTraits {
   static constexpr int kChannels = kChannels_;
   static constexpr int kRowTiles = kChannels / kTileRows;
   using Code = Codes<kFormat, kBits>;
-  // That are made and multiplied together: of 16 tokens all of a k-block's, since sums leave registers for them, where
-  // codes take few.
+  // Runs that are made and multiplied together: beside 16 tokens both of a k-block, since sums leave registers for
+  // them, where codes take few.
   static constexpr int kOperandRuns = kRuns == 2 && kTokens == 16 && !Code::kPlanes && Code::kWidth <= 4 ? 2 : 1;
   static constexpr int kChannelParts = kChannelParts_;
   static constexpr int kSums = kTokens / 2;                                             // of a consumer thread's part
@@ -88,8 +88,8 @@ struct GemmTraits {
         static_cast<int>(round_up(kRuns * kTokenBytes / parts + codes + scales + kBarriersOfStage, kBarrierBytes));
     return (kMostShared - kBarrierBytes - kTableBytes) / stage / kGroups;
   }
-  // Of a k-block. Where a ring would have two they hold half of it, a run: the sooner a part of the ring comes free,
-  // the more is on its way.
+  // Stages of a k-block. Where a ring would have two, and four of half a size fit, they hold a run: the sooner a part
+  // of the ring comes free, the more is on its way.
   static constexpr int kStagesOfBlock =
       !kIntegers && !Code::kPlanes && kChannels == 64 && stages_of(1) < 3 && stages_of(2) > 3 ? 2 : 1;
   static constexpr bool kPairs =

@@ -80,10 +80,11 @@ HandoverArgs handover_args(const GemmKernel& kernel, int blocks, const Allocator
   return {reinterpret_cast<float4*>(memory), reinterpret_cast<uint64_t*>(memory + bytes), next_mark()};
 }
 
-// Stages of a group's ring, of those that fit. Beside few tokens more of them are slower: what all blocks ask of memory
-// at the start is long in coming, and sums that are handed over wait behind it (H200, 16 tokens, 4 bits: by gemm_stream
-// 18944 x 3584 18.2 us with seven, 15.3 with five; by gemm 12288 squared 27.8 with 13, 26.2 with six; 8192 squared, in
-// a chain, 14.9 with eight, 13.7 with four).
+// Stages of a group's ring, of those that fit. More of them are slower where memory is not what bounds a kernel: what
+// all blocks ask for at the start is long in coming, and sums that are handed over wait behind it. H200, us: by
+// gemm_stream 16 tokens of 18944 x 3584 with 4 bits 18.2 with seven, 15.3 with five; by gemm of 12288 squared 27.8 with
+// 13, 26.2 with six; of 8192 squared, in a chain, 14.9 with six, 13.7 with four; 8 int8 tokens of 12288 squared 25.1
+// with all that fit, 22.8 with seven, of 4096 x 14336 12.8 with four, 12.0 with five.
 constexpr int kMostStreamStages = 5;
 int most_stages(const GemmKernel& kernel) {
   constexpr int kFewTokens = 32;
