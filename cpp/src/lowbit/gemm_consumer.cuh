@@ -326,8 +326,8 @@ __device__ void multiply_runs(Operand<Traits, kPlain>& operand, OneRing<Traits>&
 
 // Adds the products of so many k-blocks to the sums. While the tensor cores multiply one run the warp makes the operand
 // of the next: ptxas lets these overlap in this form of the loop alone, where the operand for the next turn is made at
-// the end of this one and nothing else touches the sums (C7513 to C7515 otherwise). Where a
-// turn has two k-blocks an odd one goes first.
+// the end of this one and nothing else touches the sums (C7513 to C7515 otherwise). Where a turn has two k-blocks an
+// odd one goes first.
 template <class Traits, bool kPlain>
 __device__ void multiply_tile(const GemmArgs& args, const char* table, OneRing<Traits>& ring, int k_blocks,
                               typename Traits::Sum (&sums)[Traits::kSums]) {

@@ -110,7 +110,7 @@ void launch_gemm(const LowbitArgs& given, const GemmKernel& kernel, int split, i
   GemmArgs args = gemm_args_of(given, w, kernel, split * kernel.slices, std::min(given.m, kernel.tokens), token_bytes,
                                is_chained(stream, device));
   args.split = split;
-  // A stage comes free when the next one is being multiplied.
+  // A stage comes free when the next one is being multiplied, so a ring of fewer than least_stages would stand still.
   const int room = kMostShared - kBarrierBytes - kernel.table_bytes;
   args.layout.stages = std::min(room / args.layout.stage / kernel.groups, most_stages(kernel));
   const bool fits = 2 * kernel.groups * args.layout.stages <= kernel.threads - 128;  // invalidate_barriers()

@@ -18,7 +18,7 @@ constexpr int kMostShared = 227 << 10;    // bytes of a block on an H200
 
 constexpr int k_blocks_of(int64_t k) { return static_cast<int>(ceil_div(k, kBlockK)); }
 
-constexpr int kMostSegments = 4;
+constexpr int kMostSegments = 4;  // of a k-block: groups of 32 columns
 
 // Scales that a row has in a k-block: those of its 2 or 4 groups, or of the one group that it lies in.
 constexpr int segments_of(int64_t group) { return group == 32 || group == 64 ? static_cast<int>(kBlockK / group) : 1; }
