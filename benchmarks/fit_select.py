@@ -7,6 +7,7 @@
     python benchmarks/sweep_gemm.py --float8 --out benchmarks/results/h200 # sweep_float8.json
     python benchmarks/sweep_gemm.py --huge --out benchmarks/results/h200  # sweep_huge.json
     python benchmarks/sweep_power.py --out benchmarks/results/h200        # sweep_power.json
+    python benchmarks/sweep_gemm.py --small --out benchmarks/results/h200 # sweep_tokens.json, for rows of few tokens
     python benchmarks/sweep_settled.py benchmarks/results/h200/sweep*.json --out benchmarks/results/h200  # calls over 50 us
     python benchmarks/fit_select.py benchmarks/results/h200/sweep*.json   # anywhere that octofuse is installed
 

@@ -4,6 +4,8 @@
 --one: all of these weights for one token, by the skinny kernels, as decoding has it: in captured chains alone, into
 sweep_one.json.
 --float8: kernels of e4m3 with both ways to add up, into sweep_float8.json.
+--small: up to 128 tokens of both lists of weights, in the place of their rows, into sweep_tokens.json (--weights: of
+those alone).
 --huge: 1,024 tokens and more of larger models, where power is the limit, by the kernels for many tokens, int8 and e4m3,
 into sweep_huge.json.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -34,6 +37,7 @@ LARGE_WEIGHTS = ((28672, 4096), (128256, 4096), (3072, 2048), (2048, 2048), (163
 LARGE_ROWS = (2, 4, 8, 16, 32, 64, 128, 256)
 ROWS = (2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 768, 1024, 2048, 4096,
         8192)  # fmt: skip
+SMALL_ROWS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 FLOAT8_WEIGHTS = ((768, 768), (2304, 768), (2048, 2048), (3072, 2048), (2048, 8192), (4096, 4096), (6144, 4096),
                   (28672, 4096), (4096, 14336), (10240, 8192), (57344, 8192), (8192, 28672), (21504, 7168),
                   (28672, 7168), (7168, 28672))  # fmt: skip
@@ -51,9 +55,9 @@ NO_ESTIMATE = 1e9  # candidates.h
 WORTH = 1.4  # times the lowest estimate: of 516 shapes swept whole on an H200 that leaves out the fastest kernel in 3
 
 
-def worth_timing(m: int, n: int, k: int) -> list[str]:
+def worth_timing(m: int, n: int, k: int, also: str) -> list[str]:
     """The kernels that candidates.cpp would estimate at this shape, without those it reckons instead of measuring, and
-    without those that its models, of the most similar device, put far behind."""
+    without those that its models, of the most similar device, put far behind, but for those that `also` matches."""
     found = {
         name: us
         for name, us in _C.estimates(m, n, k, "float16", False, 0)
@@ -62,7 +66,7 @@ def worth_timing(m: int, n: int, k: int) -> list[str]:
     if m == 1:
         return [name for name in found if name.startswith("skinny/")]
     limit = WORTH * min(found.values())
-    return [name for name, us in found.items() if us <= limit]
+    return [name for name, us in found.items() if us <= limit or re.search(also, name)]
 
 
 def is_plausible(name: str, m: int) -> bool:
@@ -127,6 +131,9 @@ def main() -> None:
     kind.add_argument("--one", action="store_true")
     kind.add_argument("--float8", action="store_true")
     kind.add_argument("--huge", action="store_true")
+    kind.add_argument("--small", action="store_true")
+    parser.add_argument("--weights", nargs="+", metavar="NxK", help="these alone, into the file that is there")
+    parser.add_argument("--also", default="$^", help="regular expression: kernels that no sweep has timed yet")
     args = parser.parse_args()
     weights = WEIGHTS + LARGE_WEIGHTS if args.one else LARGE_WEIGHTS if args.large else WEIGHTS
     tokens = (1,) if args.one else LARGE_ROWS if args.large else ROWS
@@ -136,10 +143,18 @@ def main() -> None:
         weights, tokens, name_of_sweep, command = FLOAT8_WEIGHTS, FLOAT8_ROWS, "sweep_float8", command + " --float8"
     if args.huge:
         weights, tokens, name_of_sweep, command = HUGE_WEIGHTS, HUGE_ROWS, "sweep_huge", command + " --huge"
+    if args.small:
+        weights, tokens, name_of_sweep = WEIGHTS + LARGE_WEIGHTS, SMALL_ROWS, "sweep_tokens"
+        command = f"python benchmarks/sweep_gemm.py --small --also '{args.also}'"
     largest = LARGEST_HUGE if args.huge else LARGEST
     times: dict[str, dict[str, float]] = {}
-    record = {**environment(command), "us": times}
     args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{name_of_sweep}.json"
+    if args.weights:
+        weights = tuple((int(n), int(k)) for n, k in (text.split("x") for text in args.weights))
+        before = json.loads(path.read_text())
+        times, command = before["us"], f"{before['command']}; {command} --weights {' '.join(args.weights)}"
+    record = {**environment(command), "us": times}
     for n, k in weights:
         for m in tokens:
             if m * n * k > largest or (n > 100_000 and m > FEW and not args.huge):
@@ -152,13 +167,13 @@ def main() -> None:
                 continue
             sets = operand_sets(m, n, k)
             row = times[f"{m},{n},{k}"] = {}
-            for name in worth_timing(m, n, k):
+            for name in worth_timing(m, n, k, args.also):
                 try:
                     row[name] = round(time_of(name, sets, m, args.one), 3)
                 except ValueError:  # declines, with its reason
                     continue
         print(n, k, flush=True)
-        (args.out / f"{name_of_sweep}.json").write_text(json.dumps(record) + "\n")
+        path.write_text(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

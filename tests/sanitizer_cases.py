@@ -30,8 +30,8 @@ from sanitizer_lowbit import (
     shared_tile_cases,
 )
 
-# Aligned and ragged, one row and several tiles, K padded inside, a K that wraps every ring of stages.
-SHAPES = ((1, 16, 32), (70, 264, 144), (33, 100, 77), (130, 17, 5), (65, 128, 256), (17, 130, 3100))
+# Aligned and ragged, one row and several tiles, K padded inside, a K that wraps every ring of stages, in two parts too.
+SHAPES = ((1, 16, 32), (70, 264, 144), (33, 100, 77), (130, 17, 5), (65, 128, 256), (17, 130, 6200))
 
 
 def canary(m: int, n: int, dtype: torch.dtype) -> torch.Tensor:

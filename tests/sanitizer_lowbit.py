@@ -12,6 +12,7 @@ from octofuse.ops._calls import LowbitCall
 
 LOWBIT = (("uniform", 4, False), ("uniform", 3, True), ("uniform", 8, False), ("planes", 2, False),
           ("sparse12", 7, False), ("codebook", 4, False), ("float8", 8, False))  # fmt: skip
+INTEGERS = ((4, None, False), (4, 128, True), (4, 32, True), (3, None, False), (8, None, False))
 
 
 def lowbit_cases() -> int:
@@ -53,21 +54,23 @@ def shared_tile_cases() -> int:
         (17024, 1152, 20, "gemm"),
         (17024, 1152, 50, "gemm"),
     )
-    return count + _integer_cases(((17152, 2048),), (150,))
+    count += _integer_cases(((4, None, False), (4, 128, True)), ((17024, 3200),), (10,))
+    return count + _integer_cases(INTEGERS, ((17152, 2048),), (150,))
 
 
 def _tile_cases(
     *shapes: tuple[int, int, int, str], kinds: tuple[tuple[str, int, bool], ...] = (LOWBIT[0], LOWBIT[5])
 ) -> int:
     count = 0
-    for (kind, bits, _), (n, k, m, engine) in itertools.product(kinds, shapes):
-        weight = Weight(kind, bits, 128, n, k, False, torch.float16, device="cpu")
+    for (kind, bits, zeros), (n, k, m, engine) in itertools.product(kinds, shapes):
+        weight = Weight(kind, bits, 128, n, k, zeros, torch.float16, device="cpu")
+        zero = weight.zero.cuda() if isinstance(weight.zero, torch.Tensor) else None
         x = weight.tokens(m)
         packed, scale, bias, residual = (
             t.cuda() for t in (weight.packed, weight.scale, weight.bias, torch.ones(m, n).half())
         )
         call = LowbitCall(
-            x.cuda(), None, packed, scale, None, None, kind, bits, 128, None, None, None, 0.0, bias, None, None, None,
+            x.cuda(), None, packed, scale, zero, None, kind, bits, 128, None, None, None, 0.0, bias, None, None, None,
             engine, True, levels=weight.levels,
         )  # fmt: skip
         want = x.double() @ weight.exact.t() + weight.bias.double()
@@ -147,12 +150,14 @@ def _lowbit_cases(
 
 def integer_cases() -> int:
     """int8 tokens beside integers of few bits: every kernel, ragged sizes, epilogues; the last K is divided by blocks."""
-    return _integer_cases(((48, 128), (136, 1100), (320, 4096)), (1, 3, 20, 150, 600))
+    return _integer_cases(INTEGERS, ((48, 128), (136, 1100), (320, 4096)), (1, 3, 20, 150, 600))
 
 
-def _integer_cases(shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...]) -> int:
+def _integer_cases(
+    kinds: tuple[tuple[int, int | None, bool], ...], shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...]
+) -> int:
+    """kinds: bits, group, and whether there are two levels."""
     count = 0
-    kinds = ((4, None, False), (4, 128, True), (4, 32, True), (3, None, False), (8, None, False))
     for (bits, group, levels), (n, k) in itertools.product(kinds, shapes):
         weight = IntegerWeight(bits, group, n, k, torch.float16, levels=levels, device="cpu")
         packed, scale, bias = (t.cuda() for t in (weight.packed, weight.scale, weight.bias))

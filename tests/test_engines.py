@@ -12,13 +12,15 @@ from helpers import engines, operands, served
 
 pytestmark = pytest.mark.gpu
 
-# One token; ragged in everything; edges of tiles; whole tiles; more tiles than any GPU has SMs, ragged and with a long K.
+# One token; ragged in everything; edges of tiles; whole tiles; a K that wraps every ring, divided by blocks too; more
+# tiles than any GPU has SMs, ragged and with a long K.
 SHAPES = [
     (1, 64, 64),
     (31, 130, 1040),
     (100, 261, 528),
     (129, 257, 48),
     (256, 512, 384),
+    (33, 200, 9168),
     (257, 304, 2064),
     (1700, 3432, 272),
 ]

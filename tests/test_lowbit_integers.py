@@ -141,6 +141,34 @@ def test_few_tokens_whose_tiles_blocks_share(kind: str, k: int) -> None:
             assert torch.equal(weight.multiply(x, x_scale, engine="gemm_many"), want)
 
 
+def shares(kind: str, m: int, n: int, k: int, bits: int = 4) -> bool:
+    group = 128 if kind == "two_level" else 0
+    return bool(_C.lowbit_select(kind, bits, m, n, k, group, False, "gemm", 90, 132, 232448, True)["shares"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["uniform", "two_level"])
+@pytest.mark.parametrize(("n", "k"), [(17024, 1152), (28672, 768), (33792, 384), (17040, 4224), (18848, 4096)])
+def test_few_tokens_whose_k_blocks_all_blocks_share(kind: str, n: int, k: int) -> None:
+    """gemm_stream.cuh's, with cuts within tiles and between them, a ragged last tile, more k-blocks than a ring has."""
+    weight = weight_of(kind, 4, 128 if kind == "two_level" else None, n, k, torch.float16, "cuda")
+    for m in (5, 9, 16):
+        assert shares(kind, m, n, k), "they have tiles of their own"
+        x, x_scale = weight.tokens(m)
+        want = weight.by_int8(x, x_scale)
+        for constant in (False, True):
+            more = {"engine": "gemm", "constant_weight": constant}
+            got = check_captured(lambda x, s=x_scale, more=more: weight.multiply(x, s, **more), x)
+            assert torch.equal(got, want), m
+
+
+@needs_90a
+def test_where_blocks_share_k_blocks() -> None:
+    assert not shares("uniform", 16, 16896, 4096)
+    assert not shares("uniform", 17, 28672, 4096)
+    assert not shares("uniform", 16, 28672, 4096, bits=3), "4 bits have such kernels, and two levels"
+
+
 @pytest.mark.gpu
 def test_gates_of_few_tokens() -> None:
     for kind, group in (("uniform", None), ("two_level", 128), ("two_level", 32)):

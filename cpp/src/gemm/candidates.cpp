@@ -29,6 +29,7 @@ struct Variant {
 };
 
 constexpr Variant kVariants[] = {
+    {64, 32, kTokens, 1, 1},
     {64, 48, kTokens, 1, 1},
     {64, 64, kTokens, 1, 1},
     {64, 64, kTokens, 2, 1},
@@ -50,10 +51,12 @@ constexpr Variant kVariants[] = {
     {128, 224, kTokens, 1, 1},
     {128, 240, kTokens, 1, 1},
     {128, 256, kTokens, 1, 1},
-    {64, 16, kSwapped, 1, 3},
-    {64, 16, kSwapped, 2, 3},
+    {64, 16, kSwapped, 1, 1},
+    {64, 16, kSwapped, 1, 2},
+    {64, 16, kSwapped, 2, 1},
+    {64, 16, kSwapped, 2, 2},
     {64, 32, kSwapped, 1, 1},
-    {64, 32, kSwapped, 1, 3},
+    {64, 32, kSwapped, 1, 2},
     {64, 32, kSwapped, 2, 1},
     {64, 32, kSwapped, 3, 1},
     {64, 64, kSwapped, 1, 1},
@@ -294,7 +297,8 @@ double roofline(const Candidate& c, const GemmProblem& problem, const Capability
 }
 
 // Where a kernel is timed (benchmarks/sweep_gemm.py) and estimated: elsewhere most of its tile would be empty, or its
-// many tiles would read the weights again and again.
+// many tiles would read the weights again and again. Few int8 tokens leave most of a tile of 64 empty, too, which
+// costs nothing while weights come from memory.
 bool is_swept(const Candidate& c, int64_t m) {
   if (c.engine == Engine::kSkinny) return c.tile_m < 2 * m + 16;
   if (c.engine == Engine::kWgmma && wgmma::kTiles[c.tile].form == kSwapped) {
@@ -303,7 +307,7 @@ bool is_swept(const Candidate& c, int64_t m) {
   if (c.engine == Engine::kCutlassSm90 && m % (2 * c.tile_m) != 0) return false;  // it reads rows outside x, slowly
   const bool narrow = c.engine == Engine::kWgmma && c.tile_n < 64;                // of many blocks: for few tokens
   if (c.engine == Engine::kWgmma && c.blocks_per_sm > 1 && !narrow) return m <= 4 * c.tile_m;
-  return narrow ? m <= c.tile_m : m >= 48;
+  return narrow ? m <= c.tile_m : m >= 48 || (c.tile_m == 64 && c.arithmetic == Arithmetic::kInt8);
 }
 
 // Whether blocks that are made to share an SM would each be alone there, with a part of its memory for no reason, while

@@ -23,7 +23,7 @@ GemmKernel kernel_for(const LowbitArgs& args, const GemmShape& shape) {
 }  // namespace
 
 void run_gemm(const LowbitArgs& args, int device, cudaStream_t stream, const Allocator& allocate) {
-  if (has_integers(args)) return run_gemm_integer(args, device, stream);
+  if (has_integers(args)) return run_gemm_integer(args, device, stream, allocate);
   if (streams(problem_of(args))) return run_gemm_stream(args, device, stream, allocate);
   const GemmShape shape(problem_of(args));
   launch_gemm(args, kernel_for(args, shape), shape.split, device, stream);

@@ -44,6 +44,12 @@ struct GemmArgs {
   CUtensorMap codes, scales, zeros, x;
 };
 
+// Four channels' sums of a token.
+template <class Sum>
+struct alignas(16) Quad {
+  Sum values[4];
+};
+
 // From token to token of a block's sums in shared memory.
 constexpr int pitch_of(int channels) { return channels + 4; }
 

@@ -47,12 +47,6 @@ namespace octofuse::lowbit {
 
 // ---- the end ----
 
-// Four channels' sums of a token.
-template <class Sum>
-struct alignas(16) Quad {
-  Sum values[4];
-};
-
 // A thread's sums to [token][channel] in shared memory.
 template <class Traits>
 __device__ void store_sums(const typename Traits::Sum (&sums)[Traits::kSums], typename Traits::Sum* outputs) {
@@ -201,7 +195,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_
   const bool copies_weights = warp < Traits::kGroups;
   const bool copies_tokens = Traits::kGroups == 4 || warp / Traits::kGroups == 1;
   if (is_producer) {
-    if (copies_weights && cute::elect_one_sync()) producer.init();
+    if (cute::elect_one_sync()) producer.init(copies_weights, copies_tokens);
     __syncwarp();
     if constexpr (Traits::kGroups < 4) barrier_sync<kProducerBarrier, 128>();  // other warps copy the tokens
     if (cute::elect_one_sync()) producer.start(copies_weights, copies_tokens);

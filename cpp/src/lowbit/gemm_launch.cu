@@ -84,8 +84,8 @@ HandoverArgs handover_args(const GemmKernel& kernel, int blocks, const Allocator
 // all blocks ask for at the start is long in coming, and sums that are handed over wait behind it. H200, us: by
 // gemm_stream 16 tokens of 18944 x 3584 with 4 bits 18.2 with seven, 15.3 with five; by gemm of 12288 squared 27.8 with
 // 13, 26.2 with six; of 8192 squared, in a chain, 14.9 with six, 13.7 with four; 8 int8 tokens of 12288 squared 25.1
-// with all that fit, 22.8 with seven, of 4096 x 14336 12.8 with four, 12.0 with five.
-constexpr int kMostStreamStages = 5;
+// with all that fit, 22.8 with seven, of 4096 x 14336 12.8 with four, 12.0 with five. Streams of int8 were not swept.
+int most_stream_stages(const GemmKernel& kernel) { return kernel.token_size == 1 ? 7 : 5; }
 int most_stages(const GemmKernel& kernel) {
   constexpr int kFewTokens = 32;
   if (kernel.tokens > kFewTokens) return kMostStages;
@@ -132,7 +132,7 @@ void launch_gemm_stream(const LowbitArgs& given, const GemmKernel& kernel, int d
   StreamArgs args{gemm_args_of(given, w, kernel, kernel.slices, std::min(given.m, kernel.tokens),
                                kernel.tokens * kBlockK * kernel.token_size, is_chained(stream, device))};
   const int room = kMostShared - kBarrierBytes - kernel.table_bytes - kernel.exchange_bytes;
-  args.layout.stages = std::min(room / args.layout.stage / kernel.groups, kMostStreamStages);
+  args.layout.stages = std::min(room / args.layout.stage / kernel.groups, most_stream_stages(kernel));
   if (args.layout.stages < kernel.least_stages) throw RuntimeError("lowbit_gemm_stream: stages do not fit");
   const int shared = kMostShared - room + kernel.groups * args.layout.stages * args.layout.stage;
   const auto tiles = static_cast<int>(ceil_div(given.n, kernel.channels));

@@ -139,6 +139,14 @@ __device__ inline void copy_tokens(const ManyArgs& args, FullBarrier& full, char
 }
 
 // ---- producers: one lane copies a block's weights, one of another warp its tokens ----
+//
+// begin() asks for the first weights before the cluster's blocks have met: nobody else writes to these.
+
+// k-blocks of a block's first part whose weights begin() asks for.
+template <class Traits>
+__device__ int weights_ahead(const ManyArgs& args, const ManyWalk<Traits>& first) {
+  return first.valid() ? min(args.layout.stages, first.count) : 0;
+}
 
 template <class Traits>
 class TwoRingProducer {
@@ -151,28 +159,36 @@ class TwoRingProducer {
   __device__ TwoRingProducer(const ManyArgs& args, ManyBarriers& barriers, char* rings)
       : args_(args), barriers_(barriers), tokens_(rings), weights_(rings + args.token_stages * Traits::kTokenBytes) {}
 
-  __device__ void init() const {
-    for (int i = 0; i < args_.layout.stages; ++i) {
-      barriers_.weights_full[i].init(1);
-      barriers_.weights_empty[i].init(Traits::kConsumers);
-    }
+  __device__ void init_full() const {
+    for (int i = 0; i < args_.layout.stages; ++i) barriers_.weights_full[i].init(1);
+    for (int i = 0; i < args_.token_stages; ++i) barriers_.tokens_full[i].init(1);
+    cutlass::arch::fence_barrier_init();
+  }
+  __device__ void init_empty() const {
+    for (int i = 0; i < args_.layout.stages; ++i) barriers_.weights_empty[i].init(Traits::kConsumers);
     for (int i = 0; i < args_.token_stages; ++i) {
-      barriers_.tokens_full[i].init(1);
       barriers_.tokens_empty[i].init(Traits::kConsumers / 128 * Traits::kWriters);
     }
     cutlass::arch::fence_barrier_init();
   }
 
-  __device__ void weights() const {
+  __device__ void begin() const {
     if (!args_.constant_weight) wait_for_predecessors();
+    const ManyWalk<Traits> tile(args_);
+#pragma unroll 1
+    for (int i = 0; i < weights_ahead(args_, tile); ++i) copy(tile, tile.k_block + i, i);
+  }
+
+  __device__ void weights() const {
     RingPosition at(args_.layout.stages);
+    int ahead = weights_ahead(args_, ManyWalk<Traits>(args_));
 #pragma unroll 1
     for (ManyWalk<Traits> tile(args_); tile.valid(); tile.next()) {
 #pragma unroll 1
       for (int k_block = tile.k_block; k_block < tile.k_block + tile.count; ++k_block, at.next()) {
+        if (--ahead >= 0) continue;
         barriers_.weights_empty[at.slot].wait(at.phase ^ 1);
-        copy_weights<Traits>(args_, barriers_.weights_full[at.slot], weights_ + at.slot * args_.layout.stage, k_block,
-                             tile.channel_tile);
+        copy(tile, k_block, at.slot);
       }
     }
   }
@@ -193,6 +209,12 @@ class TwoRingProducer {
       }
     }
   }
+
+ private:
+  __device__ void copy(const ManyWalk<Traits>& tile, int k_block, int slot) const {
+    copy_weights<Traits>(args_, barriers_.weights_full[slot], weights_ + slot * args_.layout.stage, k_block,
+                         tile.channel_tile);
+  }
 };
 
 template <class Traits>
@@ -203,15 +225,23 @@ class OneRingProducer {
  public:
   __device__ OneRingProducer(const ManyArgs& args, ManyBarriers& /*barriers*/, char* ring) : args_(args), ring_(ring) {}
 
-  __device__ void init() const {
-    init_ring(ring_, RingPlace(args_.layout), Traits::kConsumers / 128 * Traits::kWriters);
+  __device__ void init_full() const { lowbit::init_full(ring_, RingPlace(args_.layout)); }
+  __device__ void init_empty() const {
+    lowbit::init_empty(ring_, RingPlace(args_.layout), Traits::kConsumers / 128 * Traits::kWriters);
+  }
+
+  __device__ void begin() const {
+    if (!args_.constant_weight) wait_for_predecessors();
+    const ManyWalk<Traits> tile(args_);
+    RingPlace place(args_.layout);
+#pragma unroll 1
+    for (int i = 0; i < weights_ahead(args_, tile); ++i, place.next()) copy(tile, tile.k_block + i, ring_ + place.at);
   }
 
   __device__ void weights() const {
-    if (!args_.constant_weight) wait_for_predecessors();
-    for_each_k_block([&](const ManyWalk<Traits>& tile, int k_block, char* stage) {
-      copy_weights<Traits>(args_, full_of(stage), stage, k_block, tile.channel_tile);
-    });
+    const int ahead = weights_ahead(args_, ManyWalk<Traits>(args_));
+    for_each_k_block([&](const ManyWalk<Traits>& tile, int k_block, char* stage) { copy(tile, k_block, stage); },
+                     ahead);
   }
 
   __device__ void tokens() const {
@@ -228,14 +258,20 @@ class OneRingProducer {
   }
 
  private:
-  // f(tile, k-block, empty stage)
+  __device__ void copy(const ManyWalk<Traits>& tile, int k_block, char* stage) const {
+    copy_weights<Traits>(args_, full_of(stage), stage, k_block, tile.channel_tile);
+  }
+
+  // f(tile, k-block, empty stage), but for the first ones, which begin() has filled: they may have been read and given
+  // back before this lane comes here, and their barriers' phases say so no longer.
   template <class F>
-  __device__ void for_each_k_block(F f) const {
+  __device__ void for_each_k_block(F f, int filled = 0) const {
     RingPlace place(args_.layout);
 #pragma unroll 1
     for (ManyWalk<Traits> tile(args_); tile.valid(); tile.next()) {
 #pragma unroll 1
       for (int k_block = tile.k_block; k_block < tile.k_block + tile.count; ++k_block, place.next()) {
+        if (--filled >= 0) continue;
         empty_of(ring_ + place.at).wait(place.phase ^ 1);
         f(tile, k_block, ring_ + place.at);
       }

@@ -12,30 +12,37 @@
 
 namespace octofuse::lowbit {
 
-// A block's tile; so many blocks of a cluster divide K. is_many: of gemm_many_integer.cu, else of gemm_integer.cu. ns
-// on an H200 (132 SMs): of a call, of a tile, and of a k-block, of uniform codes and of two levels, whose integers take
-// more to make.
+// Of gemm_integer.cu, which has the first two, and of gemm_many_integer.cu.
+enum class IntegerKernel { kGemm, kStream, kMany };
+
+// A block's tile; so many blocks of a cluster divide K. ns on an H200 (132 SMs): of a call, of a tile, and of a
+// k-block, of uniform codes and of two levels, whose integers take more to make.
 struct IntegerTile {
-  bool is_many;
+  IntegerKernel kernel;
   int tokens, channels, split;
   int start, round, of_block, of_two_levels;
+
+  constexpr bool is_many() const { return kernel == IntegerKernel::kMany; }
+  constexpr bool streams() const { return kernel == IntegerKernel::kStream; }
 };
 
+// Streams of 32 and 64 tokens were no faster than gemm_many's tiles.
+constexpr auto kByGemm = IntegerKernel::kGemm, kByStream = IntegerKernel::kStream, kByMany = IntegerKernel::kMany;
 constexpr IntegerTile kIntegerTiles[] = {
-    {false, 16, 64, 1, 700, 2450, 115, 135},   {false, 16, 64, 2, 750, 2800, 135, 145},
-    {false, 16, 128, 1, 1200, 2550, 140, 255}, {false, 16, 192, 2, 1450, 3250, 225, 430},
-    {false, 32, 64, 1, 850, 2750, 115, 135},   {false, 32, 64, 2, 800, 3000, 135, 145},
-    {false, 32, 128, 1, 1500, 3150, 145, 255}, {false, 32, 192, 2, 1550, 3700, 230, 425},
-    {false, 64, 64, 1, 500, 4050, 130, 150},   {false, 64, 64, 2, 700, 3900, 140, 155},
-    {false, 64, 192, 2, 1300, 5250, 270, 455}, {false, 128, 64, 1, 250, 6800, 175, 210},
-    {false, 128, 64, 2, 450, 5800, 185, 215},  {false, 128, 192, 2, 200, 8450, 470, 545},
-    {true, 32, 128, 1, 3650, 950, 195, 355},   {true, 32, 256, 1, 2900, 1000, 325, 560},
-    {true, 64, 128, 1, 3450, 1500, 230, 380},  {true, 64, 256, 1, 6200, 2500, 370, 650},
-    {true, 128, 128, 1, 3150, 1850, 325, 430}, {true, 128, 128, 2, 2750, 2750, 330, 435},
-    {true, 128, 192, 1, 3050, 2150, 505, 605}, {true, 128, 192, 2, 2700, 3400, 495, 600},
-    {true, 192, 128, 1, 2400, 2000, 495, 520}, {true, 192, 128, 2, 2900, 2950, 545, 550},
-    {true, 256, 128, 1, 1500, 3150, 660, 665}, {true, 256, 128, 2, 2600, 4000, 655, 655},
-    {true, 128, 256, 1, 1850, 3950, 695, 965},
+    {kByGemm, 16, 64, 1, 700, 2450, 115, 135},    {kByGemm, 16, 64, 2, 750, 2800, 135, 145},
+    {kByGemm, 16, 128, 1, 1200, 2550, 140, 255},  {kByGemm, 16, 192, 2, 1450, 3250, 225, 430},
+    {kByGemm, 32, 64, 1, 850, 2750, 115, 135},    {kByGemm, 32, 64, 2, 800, 3000, 135, 145},
+    {kByGemm, 32, 128, 1, 1500, 3150, 145, 255},  {kByGemm, 32, 192, 2, 1550, 3700, 230, 425},
+    {kByGemm, 64, 64, 1, 500, 4050, 130, 150},    {kByGemm, 64, 64, 2, 700, 3900, 140, 155},
+    {kByGemm, 64, 192, 2, 1300, 5250, 270, 455},  {kByGemm, 128, 64, 1, 250, 6800, 175, 210},
+    {kByGemm, 128, 64, 2, 450, 5800, 185, 215},   {kByGemm, 128, 192, 2, 200, 8450, 470, 545},
+    {kByStream, 16, 128, 1, 3700, 200, 250, 281}, {kByMany, 32, 128, 1, 3650, 950, 195, 355},
+    {kByMany, 32, 256, 1, 2900, 1000, 325, 560},  {kByMany, 64, 128, 1, 3450, 1500, 230, 380},
+    {kByMany, 64, 256, 1, 6200, 2500, 370, 650},  {kByMany, 128, 128, 1, 3150, 1850, 325, 430},
+    {kByMany, 128, 128, 2, 2750, 2750, 330, 435}, {kByMany, 128, 192, 1, 3050, 2150, 505, 605},
+    {kByMany, 128, 192, 2, 2700, 3400, 495, 600}, {kByMany, 192, 128, 1, 2400, 2000, 495, 520},
+    {kByMany, 192, 128, 2, 2900, 2950, 545, 550}, {kByMany, 256, 128, 1, 1500, 3150, 660, 665},
+    {kByMany, 256, 128, 2, 2600, 4000, 655, 655}, {kByMany, 128, 256, 1, 1850, 3950, 695, 965},
 };
 
 // Which widths have all of them. The others do without most, to keep the library small.
@@ -44,22 +51,23 @@ constexpr bool has_every_integer_tile(LowbitFormat format, int bits) {
 }
 constexpr bool has_integer_tile(LowbitFormat format, int bits, const IntegerTile& tile) {
   if (has_every_integer_tile(format, bits)) return true;
-  if (tile.is_many) return tile.channels == 128 && tile.split == 1 && (tile.tokens == 128 || tile.tokens == 256);
+  if (tile.streams()) return false;
+  if (tile.is_many()) return tile.channels == 128 && tile.split == 1 && (tile.tokens == 128 || tile.tokens == 256);
   return tile.channels <= 128 && (tile.tokens == 32 || tile.tokens == 64);
 }
 
 // Tiles that are multiplied at a time, and those of a whole output.
 constexpr int64_t integer_tiles_at_once(const IntegerTile& tile) {
-  return kSms / (tile.is_many ? kSharing : tile.split);
+  return kSms / (tile.is_many() ? kSharing : tile.split);
 }
 constexpr int64_t integer_tiles_of(const IntegerTile& tile, int64_t m, int64_t n) {
-  const int sharing = tile.is_many && tile.split == 1 ? kSharing : 1;  // blocks with neighbouring channels
+  const int sharing = tile.is_many() && tile.split == 1 ? kSharing : 1;  // blocks with neighbouring channels
   return ceil_div(m, tile.tokens) * ceil_div(n, tile.channels * sharing);
 }
 
 struct IntegerChoice {
   IntegerTile tile{};
-  bool shares = false;  // as in ManyShape
+  bool shares = false;  // as in ManyShape; a stream does
   int64_t time = std::numeric_limits<int64_t>::max();
 };
 
@@ -77,20 +85,22 @@ constexpr IntegerChoice integer_choice_by(const IntegerTile& tile, const LowbitP
   };
   const int64_t rest = tiles % at_once;
   const int64_t ends = tile.start + ceil_div(tiles, at_once) * tile.round;
+  if (tile.streams()) return {tile, true, ends + products(at_once) * tiles / at_once};
   const int64_t whole = ends + tiles / at_once * products(at_once) + (rest == 0 ? 0 : products(rest));
-  const bool may_share = tile.is_many && k_blocks >= ManyShape::kLeastShared;
+  const bool may_share = tile.is_many() && k_blocks >= ManyShape::kLeastShared;
   if (!may_share || rest == 0 || tiles < at_once) return {tile, false, whole};
   const int64_t shared =
       ends + products(at_once) * tiles / at_once + ManyShape::handover_time(tile.tokens, tile.channels);
   return {tile, shared < whole, std::min(whole, shared)};
 }
 
-// The fastest of one of the two kernels.
-constexpr IntegerChoice integer_choice(const LowbitProblem& problem, bool is_many) {
+// The fastest of gemm_many_integer.cu's, or of gemm_integer.cu's.
+inline IntegerChoice integer_choice(const LowbitProblem& problem, bool is_many) {
   IntegerChoice best;
   for (const IntegerTile& tile : kIntegerTiles) {
-    if (tile.is_many != is_many || !has_integer_tile(problem.format, problem.bits, tile)) continue;
+    if (tile.is_many() != is_many || !has_integer_tile(problem.format, problem.bits, tile)) continue;
     if (!is_many && ceil_div(problem.m, tile.tokens) > 65535) continue;  // a grid has no more blocks in z
+    if (tile.streams() && (problem.m > tile.tokens || !streams(problem))) continue;
     // K in several k-blocks for each of those that divide it.
     if (tile.split > 1 && k_blocks_of(problem.k) < 2 * tile.split) continue;
     const IntegerChoice choice = integer_choice_by(tile, problem);
@@ -104,7 +114,7 @@ template <LowbitFormat kFormat, int kBits, bool kMany, class F, size_t... i>
 void for_each_integer_tile(F f, std::index_sequence<i...>) {
   const auto with = [&](auto place) {
     constexpr IntegerTile kTile = kIntegerTiles[place.value];
-    if constexpr (kTile.is_many == kMany && has_integer_tile(kFormat, kBits, kTile)) f(place);
+    if constexpr (kTile.is_many() == kMany && has_integer_tile(kFormat, kBits, kTile)) f(place);
   };
   (with(std::integral_constant<size_t, i>()), ...);
 }
@@ -114,7 +124,7 @@ void for_each_integer_tile(F f) {
 }
 
 // gemm_many_integer.cu's, in the form of its launch.
-constexpr ManyShape integer_many_shape(const LowbitProblem& problem) {
+inline ManyShape integer_many_shape(const LowbitProblem& problem) {
   const IntegerChoice choice = integer_choice(problem, true);
   const IntegerTile& tile = choice.tile;
   ManyShape shape;

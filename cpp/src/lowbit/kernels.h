@@ -32,7 +32,7 @@ void run_gemm_many(const LowbitArgs& args, int device, cudaStream_t stream, cons
 void run_gemm_split(const LowbitArgs& args, int device, cudaStream_t stream, const Allocator& allocate);
 
 // Both for tokens in int8 beside weights that are integers (has_integers()): sums are exact.
-void run_gemm_integer(const LowbitArgs& args, int device, cudaStream_t stream);
+void run_gemm_integer(const LowbitArgs& args, int device, cudaStream_t stream, const Allocator& allocate);
 void run_gemm_many_integer(const LowbitArgs& args, int device, cudaStream_t stream, const Allocator& allocate);
 
 // A number that no other call has, by which blocks of one launch know each other's sums. Not 0.

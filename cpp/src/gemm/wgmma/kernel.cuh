@@ -1,13 +1,14 @@
 // One 8-bit GEMM kernel for sm_90a, from one token to thousands: a block computes one tile of the output over one slice
 // of K and ends.
 //
-//   consumer warpgroups multiply 64 rows each (wgmma, both operands from shared memory, sums in registers)
+//   consumer warpgroups multiply 64 rows each (wgmma, both operands from shared memory, sums in registers); of small
+//                       tiles two of them the same rows, in turns
 //   a producer thread   copies 128-byte-wide slices of both operands into a ring of stages (TMA)
 //   a vector warp       reads the tile's scales and bias meanwhile
 //   two warps more      take columns of weights out of the ring where x has outliers (LLM.int8(), columns.cuh)
-//   then                partial sums of a split K are added across the cluster, exactly, and every block finishes
-//                       its share of the tile (epilogue/tile.cuh); of float8, and with gathered outliers, K is in one
-//                       piece
+//   then                partial sums are added, exactly: of warpgroups, and of a split K across the cluster; every
+//                       block finishes its share of the tile (epilogue/tile.cuh); of float8, and with gathered
+//                       outliers, K is in one piece
 //
 // Measured on an H200 and left out: multicast of operands within clusters of 2 and 4 (never more than 2 % faster, often
 // slower), 256 x 128 tiles, and an epilogue unrolled over registers (fetching its code cost more than it saved).
@@ -26,37 +27,53 @@ __device__ inline void fence_registers(Register (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(d[i]);
 }
 
-// This warpgroup's product over the block's slice of K.
+// A position in the ring, whose length the host knows: with two K slices three stages, where K has as many blocks.
+struct Position {
+  int stages;
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ void next() {
+    ++stage;
+    wrap();
+  }
+  __device__ void wrap() {
+    if (stage < stages) return;
+    stage -= stages;
+    phase ^= 1;
+  }
+};
+
+// This warpgroup's product over its blocks of the block's slice of K: every kSlices-th one.
 template <class Tile>
 __device__ void multiply(const KernelArgs& args, const Place& place, typename Tile::Shared& shared, const uint8_t* ring,
                          int warpgroup, int thread, typename Tile::Register (&d)[Tile::kCols / 2]) {
-  if (place.k_count == 0) {  // a split finer than K: the first product would have set them
+  const int slice = Tile::kSlices == 1 ? 0 : warpgroup / Tile::kWarpgroups;
+  if (Tile::kSlices > 1) warpgroup -= slice * Tile::kWarpgroups;
+  if (place.k_count <= slice) {  // nothing to multiply: the first product would have set them
 #pragma unroll
     for (int i = 0; i < Tile::kCols / 2; ++i) d[i] = 0;
   }
   const uint32_t a0 = low_descriptor(ring + warpgroup * 64 * kBlockK);
   const uint32_t b0 = low_descriptor(ring + Tile::kBytesA);
-  uint32_t phase = 0;
-  int stage = 0;
+  Position at{args.stages, slice};
+  if (Tile::kSlices > 1) at.wrap();  // K of one block
   int last = 0;
-  for (int i = 0; i < place.k_count; ++i) {
-    shared.full[stage].wait(phase);
-    const uint32_t offset = static_cast<uint32_t>(stage) * (Tile::kStageBytes / 16);
+  for (int i = slice; i < place.k_count; i += Tile::kSlices) {
+    shared.full[at.stage].wait(at.phase);
+    const uint32_t offset = static_cast<uint32_t>(at.stage) * (Tile::kStageBytes / 16);
     fence_registers(d);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kBlockK / 32; ++step) {
       Mma<typename Tile::Instruction, Tile::kCols>::run(descriptor_of(a0 + offset + 2 * step),
-                                                        descriptor_of(b0 + offset + 2 * step), d, i + step > 0);
+                                                        descriptor_of(b0 + offset + 2 * step), d, i + step > slice);
     }
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<1>();  // the product before this one is done with its stage
-    if (i > 0 && thread == 0) shared.empty[last].arrive();
-    last = stage;
-    if (++stage == args.stages) {
-      stage = 0;
-      phase ^= 1;
-    }
+    if (i > slice && thread == 0) shared.empty[last].arrive();
+    last = at.stage;
+    at.stage += Tile::kSlices;
+    at.wrap();
   }
   cute::warpgroup_wait<0>();
   fence_registers(d);
@@ -122,27 +139,36 @@ __device__ void park(typename Tile::Sum* parked, int warp, int lane, const Regis
   }
 }
 
-// Adds the partial sums that the other blocks of a split K hold to this thread's share, in place.
+// Adds the other K slices' sums of this thread's share to the first one's, those of the other blocks of a split K too.
 template <class Tile>
-__device__ void add_other_blocks(const KernelArgs& args, const Place& place, const typename Tile::Share& share,
-                                 int32_t* parked) {
+__device__ void add_slices(const KernelArgs& args, const Place& place, const typename Tile::Share& share,
+                           int32_t* parked) {
+  const auto add = [](int4& to, const int4& v) { to = make_int4(to.x + v.x, to.y + v.y, to.z + v.z, to.w + v.w); };
   for (int m = share.m; m < share.m_end; m += share.step) {
 #pragma unroll
     for (int row = 0; row < Tile::kRowsOfToken; ++row) {
-      auto* own = reinterpret_cast<int4*>(parked + m * Tile::kTokenPitch + row * Tile::kPitch + share.n);
-      int4 low = own[0];
-      int4 high = own[1];
+      int32_t* const own = parked + m * Tile::kTokenPitch + row * Tile::kPitch + share.n;
+      int4* const sums = reinterpret_cast<int4*>(own);
+      int4 low = sums[0];
+      int4 high = sums[1];
+#pragma unroll
+      for (int slice = 1; slice < Tile::kSlices; ++slice) {
+        const int4* const other = reinterpret_cast<const int4*>(own + slice * Tile::kSliceSums);
+        add(low, other[0]);
+        add(high, other[1]);
+      }
 #pragma unroll 1
       for (int i = 1; i < args.split; ++i) {
         const int k = place.rank_k + i < args.split ? place.rank_k + i : place.rank_k + i - args.split;
-        const uint32_t local = cute::cast_smem_ptr_to_uint(own);
-        const int4 a = load_from_block(local, static_cast<uint32_t>(k));
-        const int4 b = load_from_block(local + 16, static_cast<uint32_t>(k));
-        low = make_int4(low.x + a.x, low.y + a.y, low.z + a.z, low.w + a.w);
-        high = make_int4(high.x + b.x, high.y + b.y, high.z + b.z, high.w + b.w);
+#pragma unroll
+        for (int slice = 0; slice < Tile::kSlices; ++slice) {
+          const uint32_t local = cute::cast_smem_ptr_to_uint(own + slice * Tile::kSliceSums);
+          add(low, load_from_block(local, static_cast<uint32_t>(k)));
+          add(high, load_from_block(local + 16, static_cast<uint32_t>(k)));
+        }
       }
-      own[0] = low;
-      own[1] = high;
+      sums[0] = low;
+      sums[1] = high;
     }
   }
 }
@@ -156,7 +182,8 @@ __device__ void consume_tile(const typename Tile::Args& args, const Place& place
   const auto park_sums = [&](const auto& sums) {
     __syncwarp();
     cutlass::arch::NamedBarrier::sync(Tile::kConsumers, 0);
-    park<Tile>(reinterpret_cast<typename Tile::Sum*>(ring), thread / 32, thread % 32, sums);
+    auto* const parked = reinterpret_cast<typename Tile::Sum*>(ring) + thread / Tile::kSliceThreads * Tile::kSliceSums;
+    park<Tile>(parked, thread % Tile::kSliceThreads / 32, thread % 32, sums);
   };
   if constexpr (Tile::kGathered) {
     wait_for_predecessors();
@@ -176,19 +203,6 @@ __device__ void consume_tile(const typename Tile::Args& args, const Place& place
     park_sums(d);
   }
 }
-
-// A position in the ring, whose length the host knows.
-struct Position {
-  int stages;
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ void next() {
-    if (++stage == stages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
 
 template <class Tile>
 __device__ void take_columns(const OutlierKernelArgs& args, const Place& place, typename Tile::Shared& shared,
@@ -240,22 +254,23 @@ struct VectorWarp {
   }
 };
 
-// The barriers of the ring, and its first copies before the other warps have arrived. By the producer's warp.
+// Barriers, and the first copies before the other warps have arrived: by the producer's warp and the vector warp.
 template <class Tile>
-__device__ void start(const KernelArgs& args, typename Tile::Shared& shared, Producer<Tile>& feed, int lane) {
-  if constexpr (promotes(Tile::kArithmetic)) {
-    if (lane == 0) shared.factors.init();
+__device__ void start(const KernelArgs& args, typename Tile::Shared& shared, Producer<Tile>& feed, int thread) {
+  if (warp_of(thread) == Tile::kVectors / 32) {
+    if (cute::elect_one_sync()) {
+      // One lane: ptxas lets lanes come one by one where each initialises its own, 1 us for a ring of 16 stages.
+#pragma unroll 1
+      for (int i = 0; i < args.stages; ++i) shared.empty[i].init(Tile::kWarpgroups + (Tile::kGathered ? 1 : 0));
+      cutlass::arch::fence_barrier_init();
+    }
+  } else if (warp_of(thread) == Tile::kProducer / 32) {
+    if (cute::elect_one_sync()) {
+      if constexpr (promotes(Tile::kArithmetic)) shared.factors.init();
+      if constexpr (Tile::kGathered) shared.columns.init(1);  // of one tile: no slot is filled again
+      feed.begin();
+    }
   }
-  if constexpr (Tile::kGathered) {
-    if (lane == 0) shared.columns.init(1);  // of one tile: no slot is filled again
-  }
-  if (lane < args.stages) {
-    shared.full[lane].init(1);
-    shared.empty[lane].init(Tile::kWarpgroups + (Tile::kGathered ? 1 : 0));
-    cutlass::arch::fence_barrier_init();
-  }
-  __syncwarp();
-  if (cute::elect_one_sync()) feed.fill();
   __syncwarp();
 }
 
@@ -264,7 +279,7 @@ template <class Tile>
 __device__ void complete(const typename Tile::Args& args, const Place& place, const typename Tile::Shared& shared,
                          const typename Tile::Share& share, typename Tile::Sum* parked) {
   if constexpr (std::is_same_v<typename Tile::Sum, int32_t>) {  // of others K is in one piece
-    if (args.split > 1) add_other_blocks<Tile>(args, place, share, parked);
+    if (Tile::kSlices > 1 || args.split > 1) add_slices<Tile>(args, place, share, parked);
     if constexpr (Tile::kDigits) join_share<Tile>(shared.digits, share, parked);
   }
 }
@@ -297,7 +312,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   const bool split = args.split > 1;
 
   Producer<Tile> feed(args, place, shared, ring, row0, n0);
-  if (producer) start<Tile>(args, shared, feed, thread - Tile::kProducer);
+  start<Tile>(args, shared, feed, thread);
   __syncthreads();
 
   using Sum = typename Tile::Sum;
@@ -310,7 +325,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     share.rehearse();
     accs = reinterpret_cast<const Sum*>(&shared.vectors);  // whatever lies there: nothing comes of it
   } else if (producer) {
-    if (cute::elect_one_sync()) feed.refill();
+    if (cute::elect_one_sync()) feed.go_on();
     share.m_end = 0;
   } else if (takes) {
     if constexpr (Tile::kGathered) take_columns<Tile>(args, place, shared, ring, m0, thread - Tile::kTaker);

@@ -10,8 +10,8 @@
 
 namespace octofuse::wgmma {
 
-constexpr int kBlockK = 128;    // bytes of K a stage: one row of TMA's widest swizzle
-constexpr int kMaxStages = 32;  // one lane of a warp prepares each
+constexpr int kBlockK = 128;  // bytes of K a stage: one row of TMA's widest swizzle
+constexpr int kMaxStages = 32;
 
 struct KernelArgs {
   CUtensorMap w_map, x_map;            // whole tiles of the K-major operands

@@ -33,12 +33,18 @@ struct Tile {
   static constexpr int kRowsOfX = kSwap ? kCols : kRows;
   static constexpr int kTokens = kRowsOfX / kRowsOfToken;
   static constexpr int kChannels = kSwap ? kRows : kCols;
-  static constexpr int kConsumers = 128 * kWarpgroups;
+  // K slices: warpgroups that take turns with the blocks of K of a small tile, one of which could not multiply as fast
+  // as a full ring comes (cpp/README.md, "Few tokens in int8"). Sums of float8 have one order.
+  static constexpr int kSlices =
+      kArithmetic == Arithmetic::kInt8 && kOutliers == Outliers::kNone && kWarpgroups == 1 && kCols <= 64 ? 2 : 1;
+  static constexpr int kSliceThreads = 128 * kWarpgroups;
+  static constexpr int kConsumers = kSliceThreads * kSlices;
   static constexpr int kProducer = kConsumers;      // its first thread
   static constexpr int kVectors = kConsumers + 32;  // the vector warp's first thread
   static constexpr int kTaker = kConsumers + 64;    // the first thread of those that take columns with outliers
   static constexpr int kThreads = kTaker + (kGathered ? 32 * kTakers : 0);
-  static constexpr int kBlocksPerSm = kDigits && kSwap && kCols <= 32 ? 3 : 1;  // registers must allow them
+  // Registers must allow them.
+  static constexpr int kBlocksPerSm = kDigits && kSwap && kCols <= 32 ? 3 : kSwap ? kSlices : 1;
   static constexpr int kBytesA = kRows * kBlockK;
   static constexpr int kStageBytes = (kRows + kCols) * kBlockK;
   static_assert(!promotes(kArithmetic) || kScaleBlock % kChannels == 0, "channels must lie in one block");
@@ -63,7 +69,8 @@ struct Tile {
   // fragment's rows over all banks.
   static constexpr int kPitch = kSwap ? kChannels + 4 : kChannels + (40 - kChannels % 32) % 32;
   static constexpr int kTokenPitch = kRowsOfToken * kPitch;
-  static constexpr int kEpilogueBytes = kRowsOfX * kPitch * static_cast<int>(sizeof(Sum));
+  static constexpr int kSliceSums = kRowsOfX * kPitch;
+  static constexpr int kEpilogueBytes = kSlices * kSliceSums * static_cast<int>(sizeof(Sum));
   using Share = TileShare<kTokens, kChannels, kConsumers>;
 };
 

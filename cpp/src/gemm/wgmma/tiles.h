@@ -7,6 +7,7 @@
 // so that the files compile side by side. Tiles that promote sums have room for two sets of them, and channels that
 // divide a block of 128.
 #define OCTOFUSE_WGMMA_NARROW_TILES(X) \
+  X(1, 32, kTokens, kInt8)             \
   X(1, 48, kTokens, kInt8)             \
   X(1, 64, kTokens, kInt8)             \
   X(1, 80, kTokens, kInt8)             \
