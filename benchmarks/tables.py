@@ -152,7 +152,7 @@ def prompts() -> str:
 def peer_rows() -> list[dict[str, Any]]:
     """Of each family, number of tokens and layer the newest row: some were measured again."""
     newest: dict[tuple[str, int, int, int], dict[str, Any]] = {}
-    for name in ("peers", "peers_long", "peers_again", "peers_few"):
+    for name in ("peers", "peers_long", "peers_again", "peers_few", "peers_int8"):
         newest |= {(row["family"], row["M"], row["N"], row["K"]): row for row in result(f"h200/{name}")["rows"]}
     return list(newest.values())
 
@@ -333,7 +333,7 @@ def files() -> str:
 
 def versions() -> str:
     found = result("h200/gemm")
-    names = ("tests", "peers", "peers_long", "peers_again", "peers_few", "gemm", "float8", "decode", "gpt2", "lowbit",
+    names = ("tests", "peers", "peers_long", "peers_again", "peers_few", "peers_int8", "gemm", "float8", "decode", "gpt2", "lowbit",
              "prompts", "codebook", "outliers", "files", "parallel", "distill")  # fmt: skip
     ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in names]
     return (
