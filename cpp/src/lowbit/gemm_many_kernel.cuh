@@ -191,10 +191,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_many_kernel(const __
   const bool is_producer = wgmma::warpgroup_of(thread) == Traits::kConsumers / 128;
   const ProducerOf<Traits> producer(args, barriers, rings);
   const int warp = wgmma::warp_of(thread) - Traits::kConsumers / 32;  // of the producers
-  if (warp == 0 && cute::elect_one_sync()) {
-    producer.init_full();
-    producer.begin();
-  }
+  if (warp == 0 && cute::elect_one_sync()) producer.init_full();
   if (warp == 1 && cute::elect_one_sync()) producer.init_empty();
   if (warp == 2 && cute::elect_one_sync()) {
     barriers.sums_full.init(1);
