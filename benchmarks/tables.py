@@ -333,8 +333,8 @@ def files() -> str:
 
 def versions() -> str:
     found = result("h200/gemm")
-    names = ("tests", "peers", "peers_long", "peers_again", "peers_few", "peers_int8", "gemm", "float8", "decode", "gpt2", "lowbit",
-             "prompts", "codebook", "outliers", "files", "parallel", "distill")  # fmt: skip
+    names = ("tests", "peers", "peers_long", "peers_again", "peers_few", "peers_int8", "gemm", "float8", "decode", "gpt2",
+             "lowbit", "prompts", "codebook", "outliers", "files", "parallel", "distill")  # fmt: skip
     ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in names]
     return (
         f"One H200, torch {found['torch']}, driver {found['driver']}, cuBLASLt {found['cublaslt']}. `cpp/` was, for "
