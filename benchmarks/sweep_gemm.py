@@ -22,6 +22,7 @@ import torch
 import octofuse
 from bench_float8 import operands as float8_operands
 from bench_gemm import operand_sets
+from bench_peers import parsed_shape
 from octofuse import _C
 from octofuse.ops.measure import Captured, device_time, device_times, overlap
 from octofuse.testing.timing import environment
@@ -132,7 +133,9 @@ def main() -> None:
     kind.add_argument("--float8", action="store_true")
     kind.add_argument("--huge", action="store_true")
     kind.add_argument("--small", action="store_true")
-    parser.add_argument("--weights", nargs="+", metavar="NxK", help="these alone, into the file that is there")
+    parser.add_argument(
+        "--weights", nargs="+", type=parsed_shape, metavar="NxK", help="these alone, into the file that is there"
+    )
     parser.add_argument("--also", default="$^", help="regular expression: kernels that no sweep has timed yet")
     args = parser.parse_args()
     weights = WEIGHTS + LARGE_WEIGHTS if args.one else LARGE_WEIGHTS if args.large else WEIGHTS
@@ -151,9 +154,11 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{name_of_sweep}.json"
     if args.weights:
-        weights = tuple((int(n), int(k)) for n, k in (text.split("x") for text in args.weights))
-        before = json.loads(path.read_text())
-        times, command = before["us"], f"{before['command']}; {command} --weights {' '.join(args.weights)}"
+        if not path.is_file():
+            parser.error(f"--weights: expected a file to add rows to, got none at {path}")
+        weights, before = tuple(args.weights), json.loads(path.read_text())
+        shapes = " ".join(f"{n}x{k}" for n, k in weights)
+        times, command = before["us"], f"{before['command']}; {command} --weights {shapes}"
     record = {**environment(command), "us": times}
     for n, k in weights:
         for m in tokens:

@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_kernel(const __grid_
   const bool copies_weights = warp < Traits::kGroups;
   const bool copies_tokens = Traits::kGroups == 4 || warp / Traits::kGroups == 1;
   if (is_producer) {
-    if (cute::elect_one_sync()) producer.init(copies_weights, copies_tokens);
+    if (copies_weights && cute::elect_one_sync()) producer.init();
     __syncwarp();
     if constexpr (Traits::kGroups < 4) barrier_sync<kProducerBarrier, 128>();  // other warps copy the tokens
     if (cute::elect_one_sync()) producer.start(copies_weights, copies_tokens);

@@ -190,13 +190,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_many_kernel(const __
   const int thread = static_cast<int>(threadIdx.x);
   const bool is_producer = wgmma::warpgroup_of(thread) == Traits::kConsumers / 128;
   const ProducerOf<Traits> producer(args, barriers, rings);
-  const int warp = wgmma::warp_of(thread) - Traits::kConsumers / 32;  // of the producers
-  if (warp == 0 && cute::elect_one_sync()) producer.init_full();
-  if (warp == 1 && cute::elect_one_sync()) producer.init_empty();
-  if (warp == 2 && cute::elect_one_sync()) {
+  if (thread == Traits::kConsumers) {
     barriers.sums_full.init(1);
     barriers.sums_empty.init(Traits::kConsumers / 32);
-    cutlass::arch::fence_barrier_init();
+    producer.init();
   }
   if constexpr (Traits::Code::kCodebook) {
     CodebookDequantizer<Traits::kType>::template fill<Traits::kConsumers>(reinterpret_cast<uint32_t*>(table),
@@ -207,6 +204,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_many_kernel(const __
   launch_dependents();
   if (is_producer) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kConsumers == 256 ? 40 : 32>();
+    const int warp = wgmma::warp_of(thread) - Traits::kConsumers / 32;
     if (warp == 0 && cute::elect_one_sync()) producer.weights();
     if (warp == 1 && cute::elect_one_sync()) producer.tokens();
     if (const ManyWalk<Traits> first(args); warp == 2 && first.valid() && first.gives)

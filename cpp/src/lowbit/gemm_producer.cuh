@@ -45,10 +45,7 @@ class Producer {
     end_ = range.end * Traits::kStagesOfBlock;
   }
 
-  __device__ void init(bool full, bool empty) const {
-    if (full) init_full(ring_, RingPlace(args_.layout));
-    if (empty) init_empty(ring_, RingPlace(args_.layout), Traits::kGroupThreads / 128);
-  }
+  __device__ void init() const { init_ring(ring_, RingPlace(args_.layout), Traits::kGroupThreads / 128); }
 
   // Fills every stage once with what nothing in flight writes: before earlier kernels have ended, where the weights are
   // promised to be constant. Stage by stage, so that the first one can be multiplied while the others arrive.

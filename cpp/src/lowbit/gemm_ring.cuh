@@ -26,16 +26,13 @@ struct RingPlace {
   }
 };
 
-// The barriers of a ring from `place` on. All other work waits for them: where two lanes copy into a ring, each makes
-// those of one kind. consumers: arrivals that empty a stage.
-__device__ inline void init_full(char* ring, RingPlace place) {
+// consumers: arrivals that empty a stage.
+__device__ inline void init_ring(char* ring, RingPlace place, uint32_t consumers) {
 #pragma unroll 1
-  for (; place.phase == 0; place.next()) full_of(ring + place.at).init(2);  // who copies weights, and who copies tokens
-  cutlass::arch::fence_barrier_init();
-}
-__device__ inline void init_empty(char* ring, RingPlace place, uint32_t consumers) {
-#pragma unroll 1
-  for (; place.phase == 0; place.next()) empty_of(ring + place.at).init(consumers);
+  for (; place.phase == 0; place.next()) {
+    full_of(ring + place.at).init(2);  // who copies weights, and who copies tokens
+    empty_of(ring + place.at).init(consumers);
+  }
   cutlass::arch::fence_barrier_init();
 }
 

@@ -24,7 +24,7 @@ struct StreamArgs : GemmArgs {
   HandoverArgs handover;
 };
 
-// 2 groups of consumers. kType: as GemmTraits'.
+// 2 groups of consumers. kType: as GemmTraits'; of int8 up to 16 tokens (integer_shape.h).
 template <LowbitFormat kFormat, int kBits, DType kType, int kTokens>
 struct StreamTraits : GemmTraits<kFormat, kBits, kType, kTokens, kStreamChannels> {
   static_assert(StreamTraits::kGroups == 2 && StreamTraits::kSlicesOfGroup == 1);
@@ -91,42 +91,24 @@ class StreamProducer {
   // rings: of all groups.
   __device__ StreamProducer(const StreamArgs& args, char* rings) : args_(args), rings_(rings) {}
 
-  // By the four warps: barriers of full stages for both groups, then those of empty ones.
-  __device__ void init(int warp) const {
-    char* const own = ring(warp % Traits::kGroups);
-    if (warp < Traits::kGroups) {
-      init_full(own, RingPlace(args_.layout));
-    } else {
-      init_empty(own, RingPlace(args_.layout), Traits::kGroupThreads / 128);
-    }
+  __device__ void init(int group) const {
+    init_ring(ring(group), RingPlace(args_.layout), Traits::kGroupThreads / 128);
   }
 
-  // The first part's weights, as many as the ring has stages, before the other warps have arrived. Alone the tokens of
-  // the first stages too, right behind the weights of each: behind those of all stages they would be long in coming.
-  __device__ void begin(int group) const {
+  // Alone the tokens of the first stages too, right behind the weights of each: behind those of all stages they would
+  // be long in coming.
+  __device__ void weights(int group) const {
     if (!args_.constant_weight || !args_.chained) wait_for_predecessors();
     Way way(args_);
-    const StreamWalk part(args_);
-    const PartRange range(args_, part, group);
-#pragma unroll 1
-    for (int i = 0; i < ahead(range); ++i) copy(group, part, range.first + i, way);
-  }
-
-  // All that follows.
-  __device__ void weights(int group) const {
-    Way way(args_);
-    int filled = ahead(PartRange(args_, StreamWalk(args_), group));
 #pragma unroll 1
     for (StreamWalk part(args_); part.valid(); part.next()) {
       const PartRange range(args_, part, group);
 #pragma unroll 1
       for (int i = 0; i < range.count; ++i) {
-        if (filled > 0) {
-          --filled;
-          way.next(ring(group));
-        } else {
-          copy(group, part, range.first + i, way);
-        }
+        const bool is_fresh = way.is_fresh();
+        char* const stage = way.next(ring(group));
+        copy_weights<Traits>(args_, full_of(stage), stage, range.first + i, part.tile);
+        if (is_fresh && !args_.chained) copy_tokens_to<Traits>(args_, stage, range.first + i, 0);
       }
     }
   }
@@ -171,13 +153,6 @@ class StreamProducer {
     }
   };
 
-  __device__ int ahead(const PartRange& range) const { return min(args_.layout.stages, range.count); }
-  __device__ void copy(int group, const StreamWalk& part, int k_block, Way& way) const {
-    const bool is_fresh = way.is_fresh();
-    char* const stage = way.next(ring(group));
-    copy_weights<Traits>(args_, full_of(stage), stage, k_block, part.tile);
-    if (is_fresh && !args_.chained) copy_tokens_to<Traits>(args_, stage, k_block, 0);
-  }
   __device__ char* ring(int group) const { return rings_ + group * args_.layout.stages * args_.layout.stage; }
 };
 
@@ -271,10 +246,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) gemm_stream_kernel(const 
   const int warp = wgmma::warp_of(thread) - Traits::kConsumers / 32;
   // Of the four producer warps 0 and 1 copy weights, 2 tokens, and 3 tells who goes on from this block's sums.
   const StreamProducer<Traits> producer(args, rings);
-  if (is_producer && cute::elect_one_sync()) {
-    producer.init(warp);
-    if (warp < Traits::kGroups) producer.begin(warp);
-  }
+  if (is_producer && warp < Traits::kGroups && cute::elect_one_sync()) producer.init(warp);
   if constexpr (Traits::Code::kCodebook) {
     CodebookDequantizer<Traits::kType>::template fill<Traits::kConsumers>(reinterpret_cast<uint32_t*>(table),
                                                                           args.levels);
