@@ -61,6 +61,25 @@ def test_a_long_chain_keeps_its_bits(m: int, width: int, engine: str, constant: 
                 assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("tile", ["16x64_swapped_x2", "32x64_swapped_x2", "16x64_swapped_split2_x2"])
+def test_one_call_in_many_thousands(tile: str) -> None:
+    """K slices take turns with a ring that goes round. While two shared its stages, one call in some 80,000 failed."""
+    p = operands(8, 37888, 3584, "cuda")
+    want = octofuse.i8f16_linear(p.x, p.w, p.x_scale, p.w_scale, p.bias, engine="naive")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [
+            octofuse.i8f16_linear(p.x, p.w, p.x_scale, p.w_scale, p.bias, engine=f"wgmma/{tile}", constant_weight=True)
+            for _ in range(20)
+        ]
+    for _ in range(100):
+        for _ in range(10):
+            graph.replay()
+        torch.cuda.synchronize()
+        for out in got:
+            assert torch.equal(out, want)
+
+
 def test_inputs_may_change_between_replays() -> None:
     x, made = layers(5, 768, 1)
     graph = torch.cuda.CUDAGraph()

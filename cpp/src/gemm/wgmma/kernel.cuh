@@ -27,7 +27,7 @@ __device__ inline void fence_registers(Register (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(d[i]);
 }
 
-// A position in the ring, whose length the host knows: with two K slices three stages, where K has as many blocks.
+// A position in the ring, whose length the host knows: where it goes round, a multiple of the K slices.
 struct Position {
   int stages;
   int stage = 0;

@@ -47,7 +47,7 @@ KernelInfo describe() {
     constexpr bool kGathered = kOutliers == Outliers::kGathered;
     using T = std::conditional_t<kForm == Form::kPingpong, PingpongTile<kRowBlocks, kCols, kArithmetic, kGathered>,
                                  CooperativeTile<kCols, kArithmetic, kGathered>>;
-    KernelInfo info{persistent_kernel<T, AnyEpilogue>(), T::kThreads, T::kSharedBytes, 0, 0, {}};
+    KernelInfo info{persistent_kernel<T, AnyEpilogue>(), T::kThreads, T::kSharedBytes, 0, 0, 1, {}};
     list_usual<T, kArithmetic>(info.usual);
     return info;
   } else {
@@ -58,6 +58,7 @@ KernelInfo describe() {
             T::kFixedBytes,
             T::kStageBytes,
             T::kEpilogueBytes,
+            T::kSlices,
             {}};
   }
 }

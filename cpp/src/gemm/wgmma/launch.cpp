@@ -109,6 +109,9 @@ void run_tiles(const KernelInfo& info, const TileShape& tile, int split, int blo
   const int columns = args.outliers.kind() == Outliers::kGathered ? kMostGathered / kOutlierBlock : 0;
   const int budget = kSharedPerSm / blocks_per_sm - 1024 - info.fixed_bytes;
   kernel.stages = std::clamp(std::min(budget / info.stage_bytes, kernel.k_share + columns), 1, kMaxStages);
+  // A ring that goes round gives each K slice stages of its own. Where two shared one, the slice that ran ahead would
+  // wait for the phase behind one that has not ended, and take the end of the phase before both for it.
+  if (kernel.stages < kernel.k_share) kernel.stages -= kernel.stages % info.slices;
   const int shared = info.fixed_bytes + std::max(kernel.stages * info.stage_bytes, info.epilogue_bytes);
   const dim3 cluster(1, 1, static_cast<unsigned>(split));
   const auto blocks = [](int64_t extent, int of_tile) { return static_cast<unsigned>(ceil_div(extent, of_tile)); };

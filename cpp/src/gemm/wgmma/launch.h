@@ -45,6 +45,7 @@ struct KernelInfo {
   int threads;
   int fixed_bytes, stage_bytes,
       epilogue_bytes;  // shared memory: always, per stage, and in the stages' place at the end
+  int slices;          // of K, whose warpgroups take turns with the stages
   // Persistent tiles: kernels for the usual epilogues, in the order of usual_epilogue(); `function` serves all others.
   const void* usual[kUsual];
 };
