@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument(
         "--weights", nargs="+", type=parsed_shape, metavar="NxK", help="these alone, into the file that is there"
     )
+    parser.add_argument("--tokens", nargs="+", type=int, help="instead of the list's")
     parser.add_argument("--also", default="$^", help="regular expression: kernels that no sweep has timed yet")
     args = parser.parse_args()
     weights = WEIGHTS + LARGE_WEIGHTS if args.one else LARGE_WEIGHTS if args.large else WEIGHTS
@@ -149,6 +150,8 @@ def main() -> None:
     if args.small:
         weights, tokens, name_of_sweep = WEIGHTS + LARGE_WEIGHTS, SMALL_ROWS, "sweep_tokens"
         command = f"python benchmarks/sweep_gemm.py --small --also '{args.also}'"
+    if args.tokens:
+        tokens, command = tuple(args.tokens), f"{command} --tokens {' '.join(map(str, args.tokens))}"
     largest = LARGEST_HUGE if args.huge else LARGEST
     times: dict[str, dict[str, float]] = {}
     args.out.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -159,6 +160,17 @@ class Weight:
         assert got.shape == (*x.shape[:-1], self.n)
         assert got.dtype == self.dtype
         assert (got.double() - linear(x.double(), self.exact, self.bias.double())).abs().max() <= 2 * own
+
+
+def many_tiles(engine: str) -> dict[tuple[int, int, int], tuple[int, int, int]]:
+    """The smallest M, N and K of some for each tile of gemm_many or gemm_split (tokens, channels, blocks of K)."""
+    tokens = (90, 112, 128, 150, 192, 208, 224, 256, 300, 333, 384)
+    shapes = itertools.product(tokens, (208, 4352, 8704, 12800, 16896, 28672), (192, 320))
+    found: dict[tuple[int, int, int], tuple[int, int, int]] = {}
+    for m, n, k in sorted(shapes, key=lambda shape: shape[0] * shape[1] * shape[2]):
+        chosen = _C.lowbit_select("uniform", 4, m, n, k, 64, False, engine, 90, 132, 232448)
+        found.setdefault(tuple(chosen["tile"]), (m, n, k))
+    return found
 
 
 def check_epilogues(m: int, n: int, k: int, dtype: torch.dtype, engine: str, device: str = "cuda") -> None:

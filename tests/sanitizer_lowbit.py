@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from helpers import IntegerWeight, Weight
+from helpers import IntegerWeight, Weight, many_tiles
 from octofuse import _C
 from octofuse.ops._calls import LowbitCall
 
@@ -24,21 +24,17 @@ def lowbit_block_cases() -> int:
     """The same, each way to cut N and K into blocks, and stages of half a k-block."""
     shapes = ((4256, 512), (6144, 128), (8464, 128), (12800, 128))
     count = _lowbit_cases(shapes, (LOWBIT[0], LOWBIT[3], LOWBIT[5]), (128,))
-    return count + _tile_cases((1024, 8192, 50, "gemm"), (1024, 8192, 100, "gemm"), kinds=(*LOWBIT[:3], LOWBIT[5]))
+    tiles = ((1024, 8192, 40, "gemm"), (1024, 8192, 50, "gemm"), (1024, 8192, 90, "gemm"), (1024, 8192, 100, "gemm"))
+    return count + _tile_cases(*tiles, kinds=(*LOWBIT[:3], LOWBIT[5]))
 
 
 def many_token_cases() -> int:
-    """gemm_many's blocks: tiles of 256 x 128, 128 x 192, 192 x 128, 128 x 256 and 128 x 128 (tokens, channels);
-    gemm_split's: 128 x 128, 128 x 192 and 192 x 128."""
+    """Each tile of gemm_many and gemm_split, and several for a block."""
     return _tile_cases(
-        (10240, 256, 640, "gemm_many"),
+        *((n, k, m, engine) for engine in ("gemm_many", "gemm_split") for m, n, k in many_tiles(engine).values()),
         (10240, 256, 777, "gemm_many"),
         (4352, 512, 1111, "gemm_many"),
-        (8704, 256, 300, "gemm_many"),
-        (1792, 256, 100, "gemm_many"),
-        (4352, 512, 300, "gemm_split"),
         (4352, 512, 440, "gemm_split"),
-        (6400, 512, 150, "gemm_split"),
     )
 
 
@@ -52,6 +48,7 @@ def shared_tile_cases() -> int:
         (8704, 2176, 150, "gemm_split"),
         (17024, 1152, 10, "gemm"),
         (17024, 1152, 20, "gemm"),
+        (17024, 1152, 40, "gemm"),
         (17024, 1152, 50, "gemm"),
     )
     count += _integer_cases(((4, None, False), (4, 128, True)), ((17024, 3200),), (10,))

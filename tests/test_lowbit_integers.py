@@ -105,12 +105,12 @@ def test_epilogues_of_every_tile(tile: tuple[str, ...], kind: str) -> None:
 
 
 @pytest.mark.gpu
-def test_blocks_that_exchange_sums_for_several_tiles() -> None:
-    m, n, k = 1792, 3584, 4096
+@pytest.mark.parametrize(("m", "n", "tokens"), [(640, 6144, 160), (1568, 3584, 224), (1792, 3584, 256)])
+def test_blocks_that_exchange_sums_for_several_tiles(m: int, n: int, tokens: int) -> None:
+    k = 8192
     chosen = _C.lowbit_select("two_level", 4, m, n, k, 128, False, "gemm_many", 90, 132, 232448, True)
-    tokens, channels, blocks = chosen["tile"]
-    assert blocks == 2
-    assert m // tokens * (n // channels) > 2 * 66
+    assert chosen["tile"] == (tokens, 128, 2)
+    assert m // tokens * (n // 128) > 2 * 66
     weight = weight_of("two_level", 4, 128, n, k, torch.float16, "cuda")
     x, x_scale = weight.tokens(m)
     want = weight.by_int8(x, x_scale)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from helpers import Weight, check_captured, check_epilogues
+from helpers import Weight, check_captured, check_epilogues, many_tiles
 from octofuse import _C
 
 pytestmark = pytest.mark.gpu
@@ -19,14 +19,16 @@ pytestmark = pytest.mark.gpu
 KINDS = [("uniform", bits, zeros) for bits in range(1, 9) for zeros in (False, True)]
 KINDS += [("planes", bits, False) for bits in (1, 3, 8)]
 KINDS += [("sparse12", 7, False), ("codebook", 4, False), ("float8", 8, False)]
-# Each tile of gemm_many, one round of them and more, and less than a tile.
-MANY = [(208, 104), (1600, 2176), (4352, 1600), (10240, 256), (3584, 320), (8704, 1024)]
+# Each tile, one round of them and more, and less than a tile.
+MANY = [(208, 104), (1600, 2176), (4352, 1600), (10240, 256), (3584, 320), (8704, 1024), (12800, 192)]
 # Of 1,111 tokens, with tiles that are not full.
-PARTS = [(0, 1111), (0, 1), (5, 105), (0, 128), (2, 131), (100, 292), (9, 209), (1, 257), (200, 584), (300, 600),
-         (3, 643)]  # fmt: skip
+PARTS = [(0, 1111), (0, 1), (5, 101), (0, 112), (0, 128), (2, 131), (8, 168), (100, 292), (9, 209), (3, 211), (7, 231),
+         (1, 257), (200, 584), (300, 600), (3, 643)]  # fmt: skip
 
 
 ENGINES = ("gemm_many", "gemm_split")
+BUILT = "90a" in str(_C.build_info()["architectures"]).split(",")
+TILES = {engine: many_tiles(engine) if BUILT else {} for engine in ENGINES}
 
 
 @pytest.mark.parametrize(("kind", "bits", "zeros"), KINDS)
@@ -34,7 +36,7 @@ ENGINES = ("gemm_many", "gemm_split")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_many_tokens(kind: str, bits: int, zeros: bool, dtype: torch.dtype, engine: str) -> None:
     """At most twice torch's error; and a token's bits whatever stands beside it."""
-    for (n, k), group in zip(MANY, (None, 32, 64, 128, 64, 256), strict=True):
+    for (n, k), group in zip(MANY, (None, 32, 64, 128, 64, 256, 64), strict=True):
         if engine == "gemm_split" and k <= 128:
             continue
         weight = Weight(kind, bits, group, n, k, zeros, dtype)
@@ -47,21 +49,21 @@ def test_many_tokens(kind: str, bits: int, zeros: bool, dtype: torch.dtype, engi
             assert torch.equal(weight.multiply(x[first:end], engine=engine), together[first:end]), (n, first, end)
 
 
-# N, M and K: every tile of gemm_many, and several for each block.
-EPILOGUES = [(208, 777, 320), (8704, 200, 320), (5888, 300, 320), (3584, 777, 320), (8704, 300, 1024),
-             (16896, 640, 192), (3584, 1111, 320), (28672, 333, 320)]  # fmt: skip
+# M, N and K: every tile, and several for each block.
+EPILOGUES = [(engine, *shape) for engine in ENGINES for shape in TILES[engine].values()]
+EPILOGUES += [(engine, *shape) for engine in ENGINES for shape in (
+    (777, 208, 320), (200, 8704, 320), (777, 3584, 320), (300, 8704, 1024), (640, 16896, 192),
+    (1111, 3584, 320))]  # fmt: skip
 
 
 def tile_of(engine: str, m: int, n: int, k: int) -> dict[str, Any]:
     return dict(_C.lowbit_select("uniform", 4, m, n, k, 64, False, engine, 90, 132, 232448))
 
 
-@pytest.mark.parametrize(("n", "m", "k"), EPILOGUES)
+@pytest.mark.parametrize(("engine", "m", "n", "k"), EPILOGUES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_many_tokens_epilogues(n: int, m: int, k: int, dtype: torch.dtype, engine: str) -> None:
-    tiles = {tile_of("gemm_many", m, n, k)["tile"] for n, m, k in EPILOGUES}
-    assert tiles == {(128, 128, 1), (128, 192, 1), (192, 128, 1), (256, 128, 1), (128, 256, 1)}
+def test_many_tokens_epilogues(engine: str, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    assert [len(tiles) for tiles in TILES.values()] == [11, 7]
     check_epilogues(m, n, k, dtype, engine)
 
 
@@ -97,7 +99,9 @@ def shared() -> dict[tuple[str, ...], tuple[int, int, int]]:
     """Engines and tiles that clusters share: the smallest M, N and K for each where 64 tokens have whole tiles."""
     found: dict[tuple[str, ...], tuple[int, int, int]] = {}
     shapes = list(
-        itertools.product((150, 200, 300, 400, 520, 777), (1792, 6912, 8704, 9216, 12800, 17152), (1152, 2176, 3072))
+        itertools.product(
+            (128, 150, 200, 250, 300, 400, 520, 777), (1792, 6912, 8704, 9216, 12800, 17152), (1152, 2176, 3072)
+        )
     )
     for engine in ENGINES:
         for m, n, k in sorted(shapes, key=lambda shape: shape[0] * shape[1] * shape[2]):
@@ -107,7 +111,7 @@ def shared() -> dict[tuple[str, ...], tuple[int, int, int]]:
     return found
 
 
-SHARED = shared() if "90a" in str(_C.build_info()["architectures"]).split(",") else {}
+SHARED = shared() if BUILT else {}
 
 
 @pytest.mark.parametrize("tile", SHARED, ids="-".join)

@@ -11,17 +11,19 @@
 
 namespace octofuse::lowbit {
 
-constexpr int kPart = 32;                      // tokens
-constexpr int kSumsOfPart = kPart / 2;         // of a thread
-constexpr int kStagingBytes = kPart * 64 * 4;  // a warpgroup's: two parts in 16 bits, or the sums of one
-constexpr int kMostTokens = 256;               // of a tile
+template <class Traits>
+constexpr int kPart = Traits::kTokens % 32 == 0 ? 32 : 16;  // tokens
+template <class Traits>
+constexpr int kSumsOfPart = kPart<Traits> / 2;  // of a thread
+constexpr int kStagingBytes = 32 * 64 * 4;      // a warpgroup's: two parts in 16 bits, or the sums of one
+constexpr int kMostTokens = 256;                // of a tile
 constexpr int kManyStagingBytes = kStagingBytes + 2 * kMostTokens * 4;  // and behind it two tiles' token scales
 
 // Drops the sums of the first part: registers have no addresses.
-template <class Sum, int kSums>
-__device__ inline void drop_part(Sum (&sums)[kSums]) {
+template <class Traits>
+__device__ inline void drop_part(typename Traits::Sum (&sums)[Traits::kSums]) {
 #pragma unroll
-  for (int i = 0; i + kSumsOfPart < kSums; ++i) sums[i] = sums[i + kSumsOfPart];
+  for (int i = 0; i + kSumsOfPart<Traits> < Traits::kSums; ++i) sums[i] = sums[i + kSumsOfPart<Traits>];
 }
 
 // The first of a thread's two channels in those of its warpgroup; the other is 8 further.
@@ -98,6 +100,8 @@ __device__ inline void pairs_of(const float (&values)[2 * kCount], DType type, u
 
 template <class Traits>
 class FragmentEpilogue {
+  static_assert(Traits::kTokens % 16 == 0);  // whole parts, of the half of a tile too
+  static constexpr int kPart = lowbit::kPart<Traits>, kSumsOfPart = kPart / 2;
   const ManyArgs& args_;
   int thread_;
   char* staging_;
@@ -133,7 +137,7 @@ class FragmentEpilogue {
 #pragma unroll 1
     for (int part = 0; part < Traits::kTokens / kPart; ++part) {
       finish_part<true, true>(sums, 0, token, part);
-      drop_part(sums);
+      drop_part<Traits>(sums);
     }
   }
 
@@ -247,7 +251,7 @@ __device__ inline int staged_at(int token, int channel) {
   return token * 64 + ((channel / 4) ^ (token / 2 % 4 * 2)) * 4 + channel % 4;
 }
 
-// Finishes kPart tokens from `token` on. n: the warpgroup's first channel.
+// Finishes a part's tokens from `token` on. n: the warpgroup's first channel.
 template <class Traits>
 __device__ inline void finish_quads(const ManyArgs& args, const typename Traits::Sum (&sums)[Traits::kSums], int token,
                                     int n, int warpgroup, char* memory) {
@@ -256,10 +260,10 @@ __device__ inline void finish_quads(const ManyArgs& args, const typename Traits:
     Stored values[4];
   };
   auto* const staging = reinterpret_cast<Stored*>(memory);
-  constexpr int kTurns = kPart / 8;  // a thread has 4 channels of every eighth token
+  constexpr int kTurns = kPart<Traits> / 8;  // a thread has 4 channels of every eighth token
   const int thread = static_cast<int>(threadIdx.x) % 128;
 #pragma unroll
-  for (int i = 0; i < kSumsOfPart; ++i) {
+  for (int i = 0; i < kSumsOfPart<Traits>; ++i) {
     const int channel = first_channel(thread) + i / 2 % 2 * 8;
     staging[staged_at(i / 4 * 8 + thread % 4 * 2 + i % 2, channel)] = static_cast<Stored>(sums[i]);
   }

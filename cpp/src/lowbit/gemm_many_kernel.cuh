@@ -1,4 +1,4 @@
-// Many tokens against low-bit weights on sm_90a, by blocks that stay and work through tiles of 128 to 256 tokens by 128
+// Many tokens against low-bit weights on sm_90a, by blocks that stay and work through tiles of 96 to 256 tokens by 128
 // to 256 channels, of int8 also of 32 and 64 tokens. gemm_many.cu has the kernels of fp16,
 // gemm_many_bfloat16.cu and gemm_many_integer.cu those of bf16 and int8.
 //
@@ -29,7 +29,7 @@ constexpr int kWeightStages = 3;  // of two rings
 
 // A consumer warpgroup has 64 channels, or two parts of as many where four warpgroups would have no registers for the
 // sums.
-constexpr int many_parts_of(int tokens, int channels) { return tokens == 128 && channels == 256 ? 2 : 1; }
+constexpr int many_parts_of(int tokens, int channels) { return tokens > 64 && channels == 256 ? 2 : 1; }
 
 // Every consumer warpgroup has all of K that the block has. kSplitsK_: half of it, for a tile that both blocks of a
 // cluster have.
@@ -88,9 +88,9 @@ struct TileEnd {
       FragmentEpilogue<Traits>(args, staging, channel, bias, w_scale, x_scale).finish(sums, token);
     } else {
 #pragma unroll 1
-      for (int part = 0; part < Traits::kTokens; part += kPart) {
+      for (int part = 0; part < Traits::kTokens; part += kPart<Traits>) {
         finish_quads<Traits>(args, sums, token + part, channel, warpgroup, staging);
-        drop_part(sums);
+        drop_part<Traits>(sums);
       }
     }
   }

@@ -5,6 +5,7 @@
 #include "device/chain.cuh"
 #include "lowbit/gemm_copies.cuh"
 #include "lowbit/handover.cuh"
+#include "lowbit/many_shape.h"
 
 namespace octofuse::lowbit {
 

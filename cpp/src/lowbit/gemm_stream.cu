@@ -12,6 +12,8 @@ GemmKernel kernel_for(int64_t m) {
       return stream_kernel_of<StreamTraits<kFormat, kBits, kType, 16>>();
     case 32:
       return stream_kernel_of<StreamTraits<kFormat, kBits, kType, 32>>();
+    case 48:
+      return stream_kernel_of<StreamTraits<kFormat, kBits, kType, 48>>();
     default:
       return stream_kernel_of<StreamTraits<kFormat, kBits, kType, 64>>();
   }

@@ -3,6 +3,7 @@
 #include <array>
 
 #include "lowbit/integer_shape.h"
+#include "lowbit/limits.h"
 #include "lowbit/several_shape.h"
 #include "octofuse/error.h"
 #include "octofuse/lowbit.h"
@@ -127,12 +128,10 @@ const char* why_slower(LowbitEngine engine, const LowbitProblem& problem, const 
   }
   const bool is_split = engine == LowbitEngine::kGemmSplit;
   if (engine != LowbitEngine::kGemm && !is_split && engine != LowbitEngine::kGemmMany) return nullptr;
-  const int k_blocks = lowbit::k_blocks_of(problem.k);
-  const bool every = lowbit::has_every_block(problem.format, problem.bits);
   const bool is_many = problem.m >= lowbit::kLeastManyTokens &&  // without asking: it is never less
-                       problem.m > lowbit::most_gemm_tokens(problem.n, k_blocks, every);
+                       problem.m > lowbit::limits_of(problem).most_gemm;
   if (!is_many) return engine == LowbitEngine::kGemm ? nullptr : "slower: so few tokens make too few of its tiles";
-  const bool may_split = problem.m <= lowbit::most_split_tokens(problem.n, k_blocks);
+  const bool may_split = problem.m <= lowbit::limits_of(problem).most_split;
   if (!may_split && is_better_dequantised(problem)) {
     return "slower: for so many tokens a weight that is dequantised once is faster";
   }
@@ -200,8 +199,8 @@ LowbitTile tile_of(const LowbitProblem& problem, LowbitEngine engine) {
     return {shape.tokens, shape.channels, shape.split, false};
   }
   if (!is_many && engine != LowbitEngine::kGemmSplit) return {};
-  const auto shape = is_many ? lowbit::ManyShape(problem.m, problem.n, k_blocks)
-                             : lowbit::ManyShape::split(problem.m, problem.n, k_blocks);
+  const bool every = lowbit::has_every_block(problem.format, problem.bits);
+  const lowbit::ManyShape shape(problem.m, problem.n, k_blocks, every, !is_many);
   return {shape.tokens, shape.channels, is_many ? 1 : lowbit::kSharing, shape.shares};
 }
 

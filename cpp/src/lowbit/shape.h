@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 #include <type_traits>
 
 #include "device/align.h"
@@ -143,7 +144,8 @@ constexpr bool binary_gemv_takes_gate(const LowbitProblem& problem, int shared_m
   return problem.n % (2 * kTileRows) == 0 && least_binary_gemv_of(problem, 2) <= shared_memory;
 }
 
-constexpr int kSms = 132;  // of an H200
+constexpr int kSms = 132;          // of an H200
+constexpr int kManyClusters = 66;  // of two blocks, at once
 
 // ---- gemm_stream.cuh ----
 
@@ -160,7 +162,7 @@ constexpr bool streams(int64_t m, int64_t n, int k_blocks, int planes) {
 inline bool streams(const LowbitProblem& problem) {
   return streams(problem.m, problem.n, k_blocks_of(problem.k), problem.bits);
 }
-constexpr int stream_tokens(int64_t m) { return m <= 16 ? 16 : m <= 32 ? 32 : 64; }
+constexpr int stream_tokens(int64_t m) { return m <= 16 ? 16 : m <= 32 ? 32 : m <= 48 ? 48 : 64; }
 
 // ---- gemm_kernel.cuh ----
 
@@ -177,6 +179,8 @@ constexpr bool has_every_block(LowbitFormat format, int bits) {
   return format == LowbitFormat::kPlanes || format == LowbitFormat::kCodebook || format == LowbitFormat::kFloat8 ||
          (format == LowbitFormat::kUniform && common);
 }
+
+constexpr int kGemmTokens[] = {16, 32, 48, 64, 96, 128};  // that a block may have
 
 // A block has so many tokens and output channels; so many blocks share K, a cluster. K has 4 slices a block of 64
 // channels, 2 of 128 and 1 of 192: how many there are in all depends on N and K alone, and so do a token's bits. Sizes
@@ -199,11 +203,11 @@ struct GemmShape {
       channels = by_192 ? 192 : 128;
       split = by_192 ? 2 : 1;
     }
-    if (m <= 16) tokens = 16;
     // Few tokens in each of many blocks where SMs have room for these at once.
-    while (tokens < std::min(m, every ? 128 : 64) &&
-           blocks_of(n, channels) * ((m + tokens - 1) / tokens) > kClusters[split]) {
-      tokens *= 2;
+    for (const int of_block : kGemmTokens) {
+      if (of_block == 16 ? m > 16 : of_block > (every ? 128 : 64)) continue;
+      tokens = of_block;
+      if (tokens >= m || blocks_of(n, channels) * blocks_of(m, tokens) <= kClusters[split]) break;
     }
   }
 
@@ -211,7 +215,9 @@ struct GemmShape {
   explicit GemmShape(const LowbitProblem& problem)
       : GemmShape(static_cast<int>(problem.m), static_cast<int>(problem.n), k_blocks_of(problem.k),
                   has_every_block(problem.format, problem.bits)) {
-    while (tokens > 32 && stages(problem) < 2) tokens /= 2;
+    for (auto of_block = std::rbegin(kGemmTokens); tokens > 32 && stages(problem) < 2; ++of_block) {
+      tokens = std::min(tokens, *of_block);
+    }
   }
 
   static constexpr bool is_split_by_4(int64_t n, int k_blocks) { return n <= kClusters[4] * 64 && k_blocks >= 16; }
@@ -219,7 +225,7 @@ struct GemmShape {
   // ns on an H200, of more than 64 tokens.
   int64_t time(int64_t m, int64_t n, int k_blocks) const {
     const int of_128 = channels == 192 ? 1170 : channels == 128 ? 870 : split == 4 ? 350 : 435;
-    const int of_block = tokens == 128 ? of_128 : of_128 * 3 / 5;
+    const int of_block = of_128 * (32 + tokens) / 160;
     const int of_round = split == 1 ? 2700 : 4400;
     const int64_t blocks = ceil_div(n, channels) * ceil_div(m, tokens);
     return ceil_div(blocks, kClusters[split]) * (ceil_div(k_blocks, split) * of_block + of_round);
@@ -252,7 +258,7 @@ struct GemmShape {
 
   static constexpr int kClusters[kMostSplit + 1] = {0, 132, 66, 39, 30};  // at once, of so many blocks
 
-  static int blocks_of(int n, int channels) { return (n + channels - 1) / channels; }
+  static int blocks_of(int outputs, int of_block) { return (outputs + of_block - 1) / of_block; }
   static int rounds(int n, int channels, int split) {
     return (blocks_of(n, channels) + kClusters[split] - 1) / kClusters[split];
   }
@@ -270,119 +276,12 @@ void with_shape(const GemmShape& shape, F f) {
   };
   if (shape.tokens == 16) return with_channels(std::integral_constant<int, 16>());
   if (shape.tokens == 32) return with_channels(std::integral_constant<int, 32>());
+  if (shape.tokens == 48) return with_channels(std::integral_constant<int, 48>());
   if constexpr (kEvery) {
+    if (shape.tokens == 96) return with_channels(std::integral_constant<int, 96>());
     if (shape.tokens == 128) return with_channels(std::integral_constant<int, 128>());
   }
   with_channels(std::integral_constant<int, 64>());
-}
-
-// ---- gemm_many_kernel.cuh ----
-
-constexpr int kSharing = 2;        // blocks of a cluster, which share tokens
-constexpr int kManyClusters = 66;  // of 132 SMs
-
-// A block's tile: the one by which all tokens are multiplied in the least time. But for splits_k no sum depends on it.
-struct ManyShape {
-  int tokens = 0, channels = 0;
-  int token_tiles = 0, channel_pairs = 0;  // of the whole output; two tiles of channels are a cluster's
-  bool splits_k = false;                   // its blocks have the same tile: then a pair is one tile of channels
-  bool shares = false;                     // clusters share the tiles that are left over behind whole rounds
-  int64_t time = 0;                        // ns on an H200
-
-  // Tokens, channels, and ns: of a k-block, and of a tile behind its k-blocks, of blocks that divide K with their
-  // exchange of sums.
-  static constexpr int kTiles[][4] = {{128, 128, 730, 1640},
-                                      {128, 192, 1040, 2070},
-                                      {192, 128, 1030, 1610},
-                                      {256, 128, 1390, 1980},
-                                      {128, 256, 1500, 2920}};
-  static constexpr int kSplitTiles[][4] = {{128, 128, 750, 2550}, {128, 192, 1060, 2380}, {192, 128, 1040, 2500}};
-  static constexpr int kStart = 2000;     // ns: of the kernel
-  static constexpr int kLeastShared = 8;  // k-blocks of a block's tile, of which clusters may share some
-
-  // ns in which a cluster gets another's sums of a tile and gives its own to a third: the bytes of all through L2, and
-  // a part more that begins and ends.
-  static constexpr int64_t handover_time(int tile_tokens, int tile_channels) {
-    return 1500 + int64_t{tile_tokens} * tile_channels / 4;
-  }
-
-  constexpr ManyShape() = default;
-  constexpr ManyShape(int64_t m, int64_t n, int k_blocks) {
-    for (const auto& [tile_tokens, tile_channels, of_block, end] : kTiles) {
-      consider(tile_tokens, tile_channels, ceil_div(m, tile_tokens), ceil_div(n, tile_channels * kSharing), k_blocks,
-               of_block, end);
-    }
-  }
-  constexpr int64_t tiles() const { return int64_t{token_tiles} * channel_pairs; }
-
-  // Of blocks that divide K.
-  static constexpr ManyShape split(int64_t m, int64_t n, int k_blocks) {
-    ManyShape shape;
-    shape.splits_k = true;
-    for (const auto& [tile_tokens, tile_channels, of_block, end] : kSplitTiles) {
-      shape.consider(tile_tokens, tile_channels, ceil_div(m, tile_tokens), ceil_div(n, tile_channels),
-                     ceil_div(k_blocks, kSharing), of_block, end);
-    }
-    return shape;
-  }
-
- private:
-  // Takes the tile if it is the fastest so far. of_block: ns of each of a block's k-blocks; end: behind them.
-  constexpr void consider(int tile_tokens, int tile_channels, int64_t down, int64_t pairs, int64_t k_blocks,
-                          int64_t of_block, int64_t end) {
-    const int64_t tiles = down * pairs;
-    const int64_t rounds = ceil_div(tiles, kManyClusters);
-    const int64_t ends = rounds * end + kStart;
-    const int64_t whole = rounds * k_blocks * of_block + ends;
-    const int64_t shared =
-        tiles * k_blocks * of_block / kManyClusters + ends + handover_time(tile_tokens, tile_channels);
-    const bool may_share = tiles > kManyClusters && k_blocks >= kLeastShared;
-    const int64_t takes = may_share ? std::min(whole, shared) : whole;
-    if (tokens != 0 && takes >= time) return;
-    tokens = tile_tokens;
-    channels = tile_channels;
-    token_tiles = static_cast<int>(down);
-    channel_pairs = static_cast<int>(pairs);
-    shares = takes < whole;
-    time = takes;
-  }
-};
-
-// Up to so many tokens, 0 for none, the two blocks of a cluster divide K ("gemm_split"), where otherwise many SMs would
-// be idle: where a cluster has one tile of 128 x 128 at most, and on from there as long as the model finds it faster.
-// The sums are others, so N and K alone decide.
-constexpr int64_t most_split_tokens(int64_t n, int k_blocks) {
-  constexpr int64_t kTile = 128, kStep = 64, kMost = 1024;
-  constexpr int kLeastBlocks = 8;  // of K: fewer take no longer than the exchange of sums
-  if (n < 1 || k_blocks < kLeastBlocks) return 0;
-  int64_t m = kManyClusters / ceil_div(n, kTile) * kTile;
-  while (m < kMost && ManyShape::split(m + kStep, n, k_blocks).time < ManyShape(m + kStep, n, k_blocks).time) {
-    m += kStep;
-  }
-  return m;
-}
-
-constexpr int64_t kLeastManyTokens = 65;
-
-// Up to so many tokens, 64 at least, gemm takes a weight: gemm_split or gemm_many take 65 tokens where they are 5 %
-// faster with 128, more where they are no more than 5 % slower. N, K and the kind of weight alone decide, since the
-// kernels add in different orders. every: has_every_block().
-inline int64_t most_gemm_tokens(int64_t n, int k_blocks, bool every) {
-  constexpr int64_t kStep = 128;
-  constexpr int64_t kMost = 8 * kStep;
-  const int64_t most_split = most_split_tokens(n, k_blocks);
-  for (int64_t m = kLeastManyTokens - 1; m < kMost;) {
-    const int64_t next = m < kStep ? kStep : m + kStep;
-    const GemmShape few(static_cast<int>(next), static_cast<int>(n), k_blocks, every);
-    const bool splits = next <= most_split;
-    const ManyShape many = splits ? ManyShape::split(next, n, k_blocks) : ManyShape(next, n, k_blocks);
-    const int64_t time = few.time(next, n, k_blocks);
-    if (m < kStep ? time * 20 >= many.time * 21 : time * 21 >= many.time * 20) return m;
-    // There not gemm_many takes the others, but a weight that is dequantised once.
-    if (!splits && m >= 2 * kStep && GemmShape::is_split_by_4(n, k_blocks)) return m;
-    m = next;
-  }
-  return kMost;
 }
 
 }  // namespace octofuse::lowbit
