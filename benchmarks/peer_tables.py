@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from statistics import geometric_mean
 from typing import Any
 
@@ -16,6 +16,7 @@ BANDS = {
     "256, 512": (256, 512),
     "2048, 8192": (2048, 8192),
 }
+BETWEEN = {f"{m} tokens": (m, m) for m in (8, 48, 96, 200, 384)}
 Row = dict[str, Any]
 
 
@@ -45,7 +46,7 @@ def float16_ratio(row: Row) -> float | None:
     return float(row["us"]["fp16 F.linear"] / row["us"][OWN])
 
 
-def summary(all_rows: list[Row]) -> list[tuple[str, ...]]:
+def summary(all_rows: list[Row], bands: Mapping[str, tuple[int, int]] = BANDS) -> list[tuple[str, ...]]:
     """By family the layers measured; by tokens the fastest other kernel's time over ours, geometric mean and worst."""
     kinds: dict[str, tuple[str, Callable[[Row], float | None]]] = {
         "int8": ("w8a8", ratio),
@@ -62,7 +63,7 @@ def summary(all_rows: list[Row]) -> list[tuple[str, ...]]:
     for label, (family, of) in kinds.items():
         rows = of_family(all_rows, family)
         cells = [str(len({(row["N"], row["K"]) for row in rows}))]
-        for low, high in BANDS.values():
+        for low, high in bands.values():
             found = [of(row) for row in rows if low <= row["M"] <= high]
             ratios = [r for r in found if r is not None]
             cells.append(f"{geometric_mean(ratios):.2f} [{min(ratios):.2f}]" if ratios else "")

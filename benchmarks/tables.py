@@ -152,7 +152,7 @@ def prompts() -> str:
 def peer_rows() -> list[dict[str, Any]]:
     """Of each family, number of tokens and layer the newest row: some were measured again."""
     newest: dict[tuple[str, int, int, int], dict[str, Any]] = {}
-    for name in ("peers", "peers_long", "peers_again", "peers_few", "peers_int8"):
+    for name in ("peers", "peers_long", "peers_again", "peers_few", "peers_int8", "peers_tiles"):
         newest |= {(row["family"], row["M"], row["N"], row["K"]): row for row in result(f"h200/{name}")["rows"]}
     return list(newest.values())
 
@@ -160,6 +160,12 @@ def peer_rows() -> list[dict[str, Any]]:
 def peers() -> str:
     heads = ("the fastest other kernel over octofuse", "layers", *peer_tables.BANDS)
     return lines(heads, peer_tables.summary(peer_rows()))
+
+
+def peers_between() -> str:
+    """Other layers, and numbers of tokens between powers of two."""
+    heads = ("the fastest other kernel over octofuse", "layers", *peer_tables.BETWEEN)
+    return lines(heads, peer_tables.summary(result("h200/peers_between")["rows"], peer_tables.BETWEEN))
 
 
 def peer_times() -> str:
@@ -333,8 +339,9 @@ def files() -> str:
 
 def versions() -> str:
     found = result("h200/gemm")
-    names = ("tests", "peers", "peers_long", "peers_again", "peers_few", "peers_int8", "gemm", "float8", "decode", "gpt2",
-             "lowbit", "prompts", "codebook", "outliers", "files", "parallel", "distill")  # fmt: skip
+    names = ("tests", "peers", "peers_long", "peers_again", "peers_few", "peers_int8", "peers_tiles", "peers_between",
+             "gemm", "float8", "decode", "gpt2", "lowbit", "prompts", "codebook", "outliers", "files", "parallel",
+             "distill")  # fmt: skip
     ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in names]
     return (
         f"One H200, torch {found['torch']}, driver {found['driver']}, cuBLASLt {found['cublaslt']}. `cpp/` was, for "
@@ -345,7 +352,7 @@ def versions() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        highlights, schemes, costs, peers, peer_times, beside_vllm, gemm, float8, lowbit, prompts, codebook,
+        highlights, schemes, costs, peers, peers_between, peer_times, beside_vllm, gemm, float8, lowbit, prompts, codebook,
         outliers, decoders, decoder_loads, decoders_h100, decoder_loads_h100, gpt2, batches, distill, files, cpu_avx2,
         cpu_avx512, llama_cpp, machines, tests, versions,
     )
