@@ -5,7 +5,7 @@
 sweep_one.json.
 --float8: kernels of e4m3 with both ways to add up, into sweep_float8.json.
 --small: up to 128 tokens of both lists of weights, in the place of their rows, into sweep_tokens.json (--weights: of
-those alone).
+those alone; --tokens: for other numbers of tokens).
 --huge: 1,024 tokens and more of larger models, where power is the limit, by the kernels for many tokens, int8 and e4m3,
 into sweep_huge.json.
 """
