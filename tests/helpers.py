@@ -164,7 +164,7 @@ class Weight:
 
 def many_tiles(engine: str) -> dict[tuple[int, int, int], tuple[int, int, int]]:
     """The smallest M, N and K of some for each tile of gemm_many or gemm_split (tokens, channels, blocks of K)."""
-    tokens = (90, 112, 128, 150, 192, 208, 224, 256, 300, 333, 384)
+    tokens = (90, 112, 128, 144, 150, 176, 192, 208, 224, 256, 288, 300, 333, 384)
     shapes = itertools.product(tokens, (208, 4352, 8704, 12800, 16896, 28672), (192, 320))
     found: dict[tuple[int, int, int], tuple[int, int, int]] = {}
     for m, n, k in sorted(shapes, key=lambda shape: shape[0] * shape[1] * shape[2]):

@@ -39,13 +39,13 @@ def many_token_cases() -> int:
 
 
 def shared_tile_cases() -> int:
-    """Tiles that clusters share: 192 x 128, 128 x 128 and 256 x 128 (tokens, channels), by blocks that divide K 192 x 128;
-    of int8 tokens 192 x 128. And those of gemm whose k-blocks all blocks share."""
+    """Tiles that clusters share: of 4 bits 176 x 128 and 112 x 192 (tokens, channels), by blocks that divide K 176 x 128
+    and 128 x 192; of int8 tokens 192 x 128. And those of gemm whose k-blocks all blocks share."""
     count = _tile_cases(
-        (17152, 1024, 150, "gemm_many"),
-        (8704, 2176, 300, "gemm_many"),
-        (12800, 2176, 400, "gemm_many"),
-        (8704, 2176, 150, "gemm_split"),
+        (17024, 1536, 176, "gemm_many"),
+        (11392, 2048, 333, "gemm_many"),
+        (8576, 2048, 176, "gemm_split"),
+        (8576, 4224, 240, "gemm_split"),
         (17024, 1152, 10, "gemm"),
         (17024, 1152, 20, "gemm"),
         (17024, 1152, 40, "gemm"),

@@ -32,9 +32,11 @@ def test_tokens_decide() -> None:
     assert select(m=9)["chosen"] == "gemm"
     assert select(m=128)["chosen"] == "gemm"
     assert select(m=129)["chosen"] == select(m=256)["chosen"] == select(bits=5, m=256)["chosen"] == "gemm_split"
-    assert select(m=448)["chosen"] == select(m=256, n=6144)["chosen"] == select(m=896, n=2048)["chosen"] == "gemm_split"
-    assert select(m=449)["chosen"] == select(m=257, n=6144)["chosen"] == select(m=2000)["chosen"] == "gemm_many"
-    assert select("planes", 4, m=1025)["chosen"] == select(m=897, n=1920)["chosen"] == "dequantized"
+    assert select(m=480)["chosen"] == select(m=320, n=6144)["chosen"] == select(m=960, n=2048)["chosen"] == "gemm_split"
+    assert select(m=481)["chosen"] == select(m=321, n=6144)["chosen"] == select(m=2000)["chosen"] == "gemm_many"
+    assert select(bits=3, m=448)["chosen"] == "gemm_split", "with fewer tiles it goes less far"
+    assert select(bits=3, m=449)["chosen"] == "gemm_many"
+    assert select("planes", 4, m=1025)["chosen"] == select(m=961, n=1920)["chosen"] == "dequantized"
     assert select(bits=8, m=8192, k=10240)["chosen"] == select(bits=5, m=8192, k=10240)["chosen"] == "dequantized"
     for few in (
         {"bits": 8, "m": 8191, "k": 10240},
@@ -52,8 +54,10 @@ def test_tokens_decide() -> None:
     assert select("planes", 8, m=64, group=32)["tile"] == (48, 64, 2), "a ring would have one stage"
     for m, tokens in ((16, 16), (17, 32), (33, 48), (48, 48), (49, 64), (64, 64), (65, 96), (97, 128), (128, 128)):
         assert select(m=m, n=1024, k=8192, engine="gemm")["tile"] == (tokens, 64, 4), m
-    for m, tokens in ((96, 96), (150, 160), (200, 224), (210, 224)):
+    for m, tokens in ((96, 96), (110, 112), (136, 144), (150, 160), (170, 176), (200, 208), (210, 224)):
         assert select(m=m, n=8192, k=28672)["tile"] == (tokens, 128, 2), m
+    for bits, tile in ((4, (144, 192, 2)), (8, (144, 192, 2)), (3, (160, 128, 2)), (5, (192, 128, 2))):
+        assert select(bits=bits, m=136, n=12288, k=12288)["tile"] == tile, bits
     assert select(m=65, n=28672)["chosen"] == select(bits=6, m=65, n=16384)["chosen"] == "gemm_many"
     with pytest.raises(ValueError, match="gemm_split: up to 128 columns there is nothing to divide"):
         select(m=256, k=128, engine="gemm_split")

@@ -61,10 +61,23 @@ def test_a_long_chain_keeps_its_bits(m: int, width: int, engine: str, constant: 
                 assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("tile", ["16x64_swapped_x2", "32x64_swapped_x2", "16x64_swapped_split2_x2"])
-def test_one_call_in_many_thousands(tile: str) -> None:
-    """K slices take turns with a ring that goes round. While two shared its stages, one call in some 80,000 failed."""
-    p = operands(8, 37888, 3584, "cuda")
+FEW, SHORT = (8, 37888, 3584), (2048, 8192, 128)
+
+
+@pytest.mark.parametrize(
+    ("tile", "shape"),
+    [
+        ("16x64_swapped_x2", FEW),
+        ("32x64_swapped_x2", FEW),
+        ("16x64_swapped_split2_x2", FEW),
+        ("128x128_pingpong", SHORT),
+        ("128x192_pingpong_2x1", SHORT),
+    ],
+)
+def test_one_call_in_many_thousands(tile: str, shape: tuple[int, int, int]) -> None:
+    """K slices take turns with a ring that goes round: while two shared its stages, one call in some 80,000 failed. And
+    warpgroups that take turns with tiles of a K so short that one has hardly begun when it hands over."""
+    p = operands(*shape, "cuda")
     want = octofuse.i8f16_linear(p.x, p.w, p.x_scale, p.w_scale, p.bias, engine="naive")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -161,6 +161,8 @@ void launch_gemm_many(const LowbitArgs& given, const GemmKernel& kernel, const M
   args.layout.stages = one_ring ? std::min(room / args.layout.stage, kMostStages) : kWeightStages;
   const int left = room - args.layout.stages * args.layout.stage;
   args.token_stages = one_ring ? 0 : std::min(left / token_stage, kMostStages);
+  const bool fits = one_ring ? args.layout.stages >= kernel.least_stages : args.token_stages >= 2;
+  if (!fits) throw RuntimeError("lowbit_gemm_many: stages do not fit");
   const int shared = kMostShared - left + args.token_stages * token_stage;
   args.k_blocks = w.k_blocks;
   args.token_tiles = shape.token_tiles;

@@ -6,7 +6,7 @@ namespace octofuse::lowbit {
 namespace {
 
 ManyShape shape_of(const LowbitArgs& args, bool splits_k) {
-  return {args.m, args.n, k_blocks_of(args.k), has_every_block(args.format, args.bits), splits_k};
+  return {args.m, args.n, k_blocks_of(args.k), tile_set_of(args.format, args.bits), splits_k};
 }
 
 }  // namespace

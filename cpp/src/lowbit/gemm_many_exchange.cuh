@@ -1,28 +1,26 @@
 // How sums go between the two blocks of a cluster that divide K: each gets the other's of the half of a tile's tokens
-// that it finishes.
+// that it finishes. An epilogue takes 16 tokens at a time: where a half is no multiple of that, both finish the few in
+// the middle, and write the same bits.
 #pragma once
 
 #include "lowbit/gemm_many_producer.cuh"
 
 namespace octofuse::lowbit {
 
-// Half of the tokens of a tile.
+constexpr int finished_tokens(int of_tile) { return (of_tile / 2 + 15) / 16 * 16; }
+
+// The half of a tile's tokens that a block finishes: the first ones, or the last ones.
 template <class Traits>
 struct HalfOf : Traits {
-  static constexpr int kTokens = Traits::kTokens / 2;
-  static constexpr int kSums = Traits::kSums / 2;
+  static constexpr int kTokens = finished_tokens(Traits::kTokens);
+  static constexpr int kSums = kTokens / 2;
 };
-
-// Bytes of the other block's sums.
-template <class Traits>
-constexpr int exchange_bytes_of() {
-  return Traits::kSplitsK ? HalfOf<Traits>::kSums * Traits::kConsumers * 4 : 0;
-}
 
 template <class Traits>
 class Exchange {
   using Sum = typename Traits::Sum;
   static constexpr int kSums = HalfOf<Traits>::kSums;
+  static constexpr int kSecond = Traits::kSums - kSums;  // the second half's first sum
   ManyBarriers& barriers_;
   char* inbox_;  // [4 sums][thread]
   uint32_t rank_;
@@ -33,8 +31,8 @@ class Exchange {
       : barriers_(barriers), inbox_(inbox), rank_(static_cast<uint32_t>(blockIdx.x % kSharing)) {}
 
   // Block 0 finishes the first half of the tokens, block 1 the second. own: that half's sums over all of K.
-  __device__ void run(const Sum (&sums)[2 * kSums], Sum (&own)[kSums]) {
-    if (threadIdx.x == 0) barriers_.sums_full.arrive_and_expect_tx(kSums * Traits::kConsumers * 4);
+  __device__ void run(const Sum (&sums)[Traits::kSums], Sum (&own)[kSums]) {
+    if (threadIdx.x == 0) barriers_.sums_full.arrive_and_expect_tx(Traits::kExchange);
     barriers_.sums_empty.wait(phase_ ^ 1);
     const uint32_t other = rank_ ^ 1;
     const uint32_t to = cute::set_block_rank(shared_address(inbox_) + threadIdx.x * 16, other);
@@ -45,7 +43,7 @@ class Exchange {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const Sum first = sums[i + j];  // by value: registers have no addresses
-        const Sum second = sums[kSums + i + j];
+        const Sum second = sums[kSecond + i + j];
         own[i + j] = rank_ == 0 ? first : second;
         const Sum others = rank_ == 0 ? second : first;
         bits[j] = reinterpret_cast<const uint32_t&>(others);

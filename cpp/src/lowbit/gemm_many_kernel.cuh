@@ -1,6 +1,6 @@
 // Many tokens against low-bit weights on sm_90a, by blocks that stay and work through tiles of 96 to 256 tokens by 128
-// to 256 channels, of int8 also of 32 and 64 tokens. gemm_many.cu has the kernels of fp16,
-// gemm_many_bfloat16.cu and gemm_many_integer.cu those of bf16 and int8.
+// to 256 channels, of int8 also of 32 and 64 tokens. gemm_many.cu and gemm_split.cu have the kernels of fp16,
+// gemm_many_bfloat16.cu and gemm_split_bfloat16.cu those of bf16, gemm_many_integer.cu those of int8.
 //
 // gemm_kernel.cuh makes every weight again for 128 tokens, which is likely what bounds it there (cpp/README.md). Here a
 // weight is made for up to 256 tokens. Of fp16 and bf16 gemm_many does not cut K, and wgmma adds in an order of K
@@ -14,7 +14,7 @@
 //                            of them fit, weights into a ring of k-blocks and tokens into one of runs. A third warp
 //                            tells who goes on from this block's sums
 //   2 to 4 consumer          64 channels each, or two parts of 64: make the operand of a run while another is
-//   warpgroups               multiplied, then finish their outputs through shared memory, 32 tokens at a time
+//   warpgroups               multiplied, then finish their outputs through shared memory, 16 or 32 tokens at a time
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -46,7 +46,7 @@ struct ManyTraits : GemmTraits<kFormat, kBits, kType, kTokens, kChannels, many_p
   // two. In tiles of 256 int8 tokens five do, and two rings are still faster.
   static constexpr int kWidth = kFormat == LowbitFormat::kPlanes ? 8 : width_of(kFormat, kBits);
   static constexpr int kStage = kTokens * kTokenRun * ManyTraits::kRuns + kChannels * (kBlockK * kWidth / 8 + 4 * 3);
-  static constexpr int kExchange = kSplitsK ? kTokens / 4 * kConsumers * 4 : 0;
+  static constexpr int kExchange = kSplitsK ? finished_tokens(kTokens) / 2 * kConsumers * 4 : 0;  // bytes of sums
   static constexpr int kRoom =
       kMostShared - kBarrierBytes - ManyTraits::kTableBytes - kConsumers / 128 * kManyStagingBytes - kExchange;
   static constexpr bool kOneRing = kTokens < 256 && kRoom / kStage >= 3;
@@ -110,7 +110,8 @@ __device__ void consume_tile(const ManyArgs& args, const ManyWalk<Traits>& tile,
                              const char* table, const Handover<Traits>& handover, Exchange<Traits>& exchange,
                              char* staging, int turn) {
   using Finished = std::conditional_t<Traits::kSplitsK, HalfOf<Traits>, Traits>;
-  const int token = tile.token + (Traits::kSplitsK ? static_cast<int>(blockIdx.x) % kSharing * Finished::kTokens : 0);
+  const bool second = Traits::kSplitsK && blockIdx.x % kSharing == 1;
+  const int token = tile.token + (second ? Traits::kTokens - Finished::kTokens : 0);
   const TileEnd<Finished> end(args, token, channel, wgmma::warpgroup_of(static_cast<int>(threadIdx.x)), staging);
   typename Traits::Sum sums[Traits::kSums];
   begin_sums(tile, handover, sums);
@@ -223,7 +224,7 @@ template <class Traits>
 GemmKernel many_kernel_of() {
   static DeviceFlags raised;
   GemmKernel kernel = kernel_of<Traits>(reinterpret_cast<const void*>(gemm_many_kernel<Traits>), &raised);
-  kernel.exchange_bytes = exchange_bytes_of<Traits>();
+  kernel.exchange_bytes = Traits::kExchange;
   kernel.handover_bytes = Handover<Traits>::kBytes;
   kernel.stage_barriers = Traits::kOneRing ? kBarriersOfStage : 0;
   return kernel;

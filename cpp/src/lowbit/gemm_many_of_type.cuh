@@ -15,7 +15,7 @@ GemmKernel many_kernel_for(const LowbitArgs& args, const ManyShape& shape) {
   GemmKernel kernel{};
   with_format(args, [&](auto format) {
     using Format = decltype(format);
-    for_each_many_tile<has_every_block(Format::kFormat, Format::kBits), kSplitsK>([&](auto place) {
+    for_each_many_tile<tile_set_of(Format::kFormat, Format::kBits), kSplitsK>([&](auto place) {
       constexpr ManyTile kTile = kManyTiles[place.value];
       if (shape.tokens != kTile.tokens || shape.channels != kTile.channels) return;
       kernel =

@@ -6,7 +6,6 @@
 #include <iterator>
 #include <limits>
 #include <type_traits>
-#include <utility>
 
 #include "lowbit/many_shape.h"
 
@@ -115,17 +114,12 @@ inline IntegerChoice integer_choice(const LowbitProblem& problem, bool is_many) 
 }
 
 // f(place in kIntegerTiles, an integral constant) for each of one kernel's that a kind of weight has.
-template <LowbitFormat kFormat, int kBits, bool kMany, class F, size_t... i>
-void for_each_integer_tile(F f, std::index_sequence<i...>) {
-  const auto with = [&](auto place) {
-    constexpr IntegerTile kTile = kIntegerTiles[place.value];
-    if constexpr (kTile.is_many() == kMany && has_integer_tile(kFormat, kBits, kTile)) f(place);
-  };
-  (with(std::integral_constant<size_t, i>()), ...);
-}
 template <LowbitFormat kFormat, int kBits, bool kMany, class F>
 void for_each_integer_tile(F f) {
-  for_each_integer_tile<kFormat, kBits, kMany>(f, std::make_index_sequence<std::size(kIntegerTiles)>());
+  for_each_index<std::size(kIntegerTiles)>([&](auto place) {
+    constexpr IntegerTile kTile = kIntegerTiles[place.value];
+    if constexpr (kTile.is_many() == kMany && has_integer_tile(kFormat, kBits, kTile)) f(place);
+  });
 }
 
 // gemm_many_integer.cu's, in the form of its launch.

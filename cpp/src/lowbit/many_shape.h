@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <iterator>
 #include <type_traits>
-#include <utility>
 
 #include "lowbit/shape.h"
 
@@ -12,24 +11,35 @@ namespace octofuse::lowbit {
 
 constexpr int kSharing = 2;  // blocks of a cluster, which share tokens
 
-// A block's tile; whether both blocks of a cluster have it and divide K. ns on an H200: of a k-block, and of a tile
-// behind its k-blocks, beside divided K with the exchange of sums.
+// Tiles that a kind of weight has: uniform codes of 4 and 8 bits all, others that are common most, the rest those of
+// whole 64 tokens alone, to keep the library small.
+enum class TileSet { kFew, kMore, kAll };
+constexpr TileSet tile_set_of(LowbitFormat format, int bits) {
+  if (format == LowbitFormat::kUniform && (bits == 4 || bits == 8)) return TileSet::kAll;
+  return has_every_block(format, bits) ? TileSet::kMore : TileSet::kFew;
+}
+
+// A block's tile; whether both blocks of a cluster have it and divide K; the smallest set that has it. ns on an H200:
+// of a k-block, and of a tile behind its k-blocks, beside divided K with the exchange of sums.
 struct ManyTile {
   int tokens, channels;
   bool splits_k;
+  TileSet set;
   int of_block, end;
 };
+constexpr auto kFew = TileSet::kFew, kMore = TileSet::kMore, kAll = TileSet::kAll;
 constexpr ManyTile kManyTiles[] = {
-    {96, 128, false, 605, 1300},   {96, 192, false, 860, 1700},   {112, 128, false, 668, 1500},
-    {128, 128, false, 730, 1640},  {128, 192, false, 1040, 2070}, {128, 256, false, 1500, 2920},
-    {160, 128, false, 870, 1640},  {192, 128, false, 1030, 1610}, {208, 128, false, 1110, 1750},
-    {224, 128, false, 1190, 1850}, {256, 128, false, 1390, 1980}, {96, 128, true, 600, 2450},
-    {96, 192, true, 870, 2300},    {128, 128, true, 750, 2550},   {128, 192, true, 1060, 2380},
-    {160, 128, true, 880, 2500},   {192, 128, true, 1040, 2500},  {224, 128, true, 1210, 2500},
+    {96, 128, false, kMore, 605, 1300},  {96, 192, false, kMore, 860, 1700},   {112, 128, false, kMore, 668, 1500},
+    {112, 192, false, kAll, 920, 1900},  {128, 128, false, kFew, 730, 1640},   {128, 192, false, kFew, 1040, 2070},
+    {128, 256, false, kFew, 1500, 2920}, {144, 128, false, kAll, 785, 1640},   {144, 192, false, kAll, 1130, 2100},
+    {160, 128, false, kMore, 870, 1640}, {160, 192, false, kAll, 1250, 2100},  {176, 128, false, kAll, 950, 1620},
+    {192, 128, false, kFew, 1030, 1610}, {208, 128, false, kMore, 1110, 1750}, {224, 128, false, kMore, 1190, 1850},
+    {256, 128, false, kFew, 1390, 1980}, {96, 128, true, kMore, 600, 2450},    {96, 192, true, kMore, 870, 3300},
+    {112, 128, true, kAll, 680, 2500},   {112, 192, true, kAll, 970, 3350},    {128, 128, true, kFew, 750, 2550},
+    {128, 192, true, kFew, 1060, 3380},  {144, 128, true, kAll, 815, 2500},    {144, 192, true, kAll, 1180, 3400},
+    {160, 128, true, kMore, 880, 2500},  {160, 192, true, kAll, 1300, 3400},   {176, 128, true, kAll, 965, 2500},
+    {192, 128, true, kFew, 1040, 2500},  {208, 128, true, kAll, 1125, 2500},   {224, 128, true, kMore, 1210, 2500},
 };
-
-// Which widths have all of them (has_every_block()). The others do without those between, to keep the library small.
-constexpr bool has_many_tile(bool every, const ManyTile& tile) { return every || tile.tokens % 64 == 0; }
 
 // The tile by which all tokens are multiplied in the least time. But for splits_k no sum depends on it.
 struct ManyShape {
@@ -49,10 +59,10 @@ struct ManyShape {
   }
 
   constexpr ManyShape() = default;
-  // every: has_every_block(). splits: blocks divide K.
-  constexpr ManyShape(int64_t m, int64_t n, int k_blocks, bool every, bool splits = false) : splits_k(splits) {
+  // splits: blocks divide K.
+  constexpr ManyShape(int64_t m, int64_t n, int k_blocks, TileSet set, bool splits = false) : splits_k(splits) {
     for (const ManyTile& tile : kManyTiles) {
-      if (tile.splits_k == splits && has_many_tile(every, tile)) consider(tile, m, n, k_blocks);
+      if (tile.splits_k == splits && tile.set <= set) consider(tile, m, n, k_blocks);
     }
   }
   constexpr int64_t tiles() const { return int64_t{token_tiles} * channel_pairs; }
@@ -81,17 +91,12 @@ struct ManyShape {
 };
 
 // f(place in kManyTiles, an integral constant) for each that a kind of weight has.
-template <bool kEvery, bool kSplitsK, class F, size_t... i>
-void for_each_many_tile(F f, std::index_sequence<i...>) {
-  const auto with = [&](auto place) {
-    constexpr ManyTile kTile = kManyTiles[place.value];
-    if constexpr (kTile.splits_k == kSplitsK && has_many_tile(kEvery, kTile)) f(place);
-  };
-  (with(std::integral_constant<size_t, i>()), ...);
-}
-template <bool kEvery, bool kSplitsK, class F>
+template <TileSet kSet, bool kSplitsK, class F>
 void for_each_many_tile(F f) {
-  for_each_many_tile<kEvery, kSplitsK>(f, std::make_index_sequence<std::size(kManyTiles)>());
+  for_each_index<std::size(kManyTiles)>([&](auto place) {
+    constexpr ManyTile kTile = kManyTiles[place.value];
+    if constexpr (kTile.splits_k == kSplitsK && kTile.set <= kSet) f(place);
+  });
 }
 
 }  // namespace octofuse::lowbit

@@ -199,8 +199,8 @@ LowbitTile tile_of(const LowbitProblem& problem, LowbitEngine engine) {
     return {shape.tokens, shape.channels, shape.split, false};
   }
   if (!is_many && engine != LowbitEngine::kGemmSplit) return {};
-  const bool every = lowbit::has_every_block(problem.format, problem.bits);
-  const lowbit::ManyShape shape(problem.m, problem.n, k_blocks, every, !is_many);
+  const lowbit::TileSet set = lowbit::tile_set_of(problem.format, problem.bits);
+  const lowbit::ManyShape shape(problem.m, problem.n, k_blocks, set, !is_many);
   return {shape.tokens, shape.channels, is_many ? 1 : lowbit::kSharing, shape.shares};
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <iterator>
 #include <type_traits>
+#include <utility>
 
 #include "device/align.h"
 #include "octofuse/lowbit.h"
@@ -207,7 +208,7 @@ struct GemmShape {
     for (const int of_block : kGemmTokens) {
       if (of_block == 16 ? m > 16 : of_block > (every ? 128 : 64)) continue;
       tokens = of_block;
-      if (tokens >= m || blocks_of(n, channels) * blocks_of(m, tokens) <= kClusters[split]) break;
+      if (tokens >= m || ceil_div(n, channels) * ceil_div(m, tokens) <= kClusters[split]) break;
     }
   }
 
@@ -258,11 +259,18 @@ struct GemmShape {
 
   static constexpr int kClusters[kMostSplit + 1] = {0, 132, 66, 39, 30};  // at once, of so many blocks
 
-  static int blocks_of(int outputs, int of_block) { return (outputs + of_block - 1) / of_block; }
-  static int rounds(int n, int channels, int split) {
-    return (blocks_of(n, channels) + kClusters[split] - 1) / kClusters[split];
-  }
+  static int64_t rounds(int n, int channels, int split) { return ceil_div(ceil_div(n, channels), kClusters[split]); }
 };
+
+// f(i), an integral constant, for each i below kCount.
+template <class F, size_t... i>
+void for_each_index(F f, std::index_sequence<i...>) {
+  (f(std::integral_constant<size_t, i>()), ...);
+}
+template <size_t kCount, class F>
+void for_each_index(F f) {
+  for_each_index(f, std::make_index_sequence<kCount>());
+}
 
 // f(tokens, channels), integral constants.
 template <bool kEvery, class F>
@@ -274,14 +282,12 @@ void with_shape(const GemmShape& shape, F f) {
     }
     f(tokens, std::integral_constant<int, 128>());
   };
-  if (shape.tokens == 16) return with_channels(std::integral_constant<int, 16>());
-  if (shape.tokens == 32) return with_channels(std::integral_constant<int, 32>());
-  if (shape.tokens == 48) return with_channels(std::integral_constant<int, 48>());
-  if constexpr (kEvery) {
-    if (shape.tokens == 96) return with_channels(std::integral_constant<int, 96>());
-    if (shape.tokens == 128) return with_channels(std::integral_constant<int, 128>());
-  }
-  with_channels(std::integral_constant<int, 64>());
+  for_each_index<std::size(kGemmTokens)>([&](auto i) {
+    constexpr int kTokens = kGemmTokens[i.value];
+    if constexpr (kEvery || kTokens <= 64) {
+      if (shape.tokens == kTokens) with_channels(std::integral_constant<int, kTokens>());
+    }
+  });
 }
 
 }  // namespace octofuse::lowbit

@@ -7,6 +7,7 @@
 #include "device/launch.h"
 #include "device/tensor_map.h"
 #include "gemm/wgmma/tiles.h"
+#include "octofuse/error.h"
 
 namespace octofuse::wgmma {
 
@@ -108,10 +109,15 @@ void run_tiles(const KernelInfo& info, const TileShape& tile, int split, int blo
   kernel.cluster = 1;
   const int columns = args.outliers.kind() == Outliers::kGathered ? kMostGathered / kOutlierBlock : 0;
   const int budget = kSharedPerSm / blocks_per_sm - 1024 - info.fixed_bytes;
-  kernel.stages = std::clamp(std::min(budget / info.stage_bytes, kernel.k_share + columns), 1, kMaxStages);
+  const int blocks_of_k = kernel.k_share + columns;
+  kernel.stages = std::min({budget / info.stage_bytes, blocks_of_k, kMaxStages});
   // A ring that goes round gives each K slice stages of its own. Where two shared one, the slice that ran ahead would
-  // wait for the phase behind one that has not ended, and take the end of the phase before both for it.
-  if (kernel.stages < kernel.k_share) kernel.stages -= kernel.stages % info.slices;
+  // wait for the phase behind one that has not ended, and take the end of the phase before both for it. A stage comes
+  // free behind the start of the product after its own, so a slice needs two.
+  if (kernel.stages < blocks_of_k) {
+    kernel.stages -= kernel.stages % info.slices;
+    if (kernel.stages < 2 * info.slices) throw RuntimeError("wgmma: stages do not fit");
+  }
   const int shared = info.fixed_bytes + std::max(kernel.stages * info.stage_bytes, info.epilogue_bytes);
   const dim3 cluster(1, 1, static_cast<unsigned>(split));
   const auto blocks = [](int64_t extent, int of_tile) { return static_cast<unsigned>(ceil_div(extent, of_tile)); };

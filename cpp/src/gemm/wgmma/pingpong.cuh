@@ -54,7 +54,7 @@ struct PingpongTile {
   struct Shared {
     FullBarrier full[kMaxStages];
     EmptyBarrier empty[kMaxStages];
-    EmptyBarrier turn_over[kTurns];  // a warpgroup has seen all operands of its tile: the other one may begin
+    EmptyBarrier turn_over[kTurns];  // all warps of one have seen their tile's operands: the other may begin
     EmptyBarrier vectors_full[kTurns];
     EmptyBarrier vectors_empty[kTurns];
     Vectors vectors[kTurns];
@@ -124,7 +124,8 @@ __device__ void multiply_tile(const KernelArgs& args, typename Tile::Shared& sha
     static_assert(Tile::kStages > (Tile::Columns::kTaken + kOutlierBlock - 1) / kOutlierBlock);
     for (; columns > 0; --columns, at.next()) shared.full[at.stage].wait(at.phase);
   }
-  if (!kShared && thread == 0) shared.turn_over[warpgroup].arrive();
+  // Each warp for itself: with K of one block another warp may still wait for this turn when the next one ends.
+  if (!kShared && thread % 32 == 0) shared.turn_over[warpgroup].arrive();
   cute::warpgroup_wait<0>();
   release(last);
   fence_registers(d);
@@ -273,7 +274,7 @@ __device__ void init_barriers(const KernelArgs& args, typename Tile::Shared& sha
     shared.empty[stage].init(freed);
   }
   for (int turn = 0; turn < Tile::kTurns; ++turn) {
-    shared.turn_over[turn].init(1);
+    shared.turn_over[turn].init(4);
     shared.vectors_full[turn].init(32);
     shared.vectors_empty[turn].init(read);
   }
