@@ -150,9 +150,9 @@ def prompts() -> str:
 
 
 def peer_rows() -> list[dict[str, Any]]:
-    """Of each family, number of tokens and layer the newest row: some were measured again."""
+    """Of each family, number of tokens and layer the newest row."""
     newest: dict[tuple[str, int, int, int], dict[str, Any]] = {}
-    for name in ("peers", "peers_long", "peers_again", "peers_few", "peers_int8", "peers_tiles"):
+    for name in ("peers_older", "peers_long", "peers"):
         newest |= {(row["family"], row["M"], row["N"], row["K"]): row for row in result(f"h200/{name}")["rows"]}
     return list(newest.values())
 
@@ -165,7 +165,8 @@ def peers() -> str:
 def peers_between() -> str:
     """Other layers, and numbers of tokens between powers of two."""
     heads = ("the fastest other kernel over octofuse", "layers", *peer_tables.BETWEEN)
-    return lines(heads, peer_tables.summary(result("h200/peers_between")["rows"], peer_tables.BETWEEN))
+    rows = [row for name in ("peers_between", "peers_between_int8") for row in result(f"h200/{name}")["rows"]]
+    return lines(heads, peer_tables.summary(rows, peer_tables.BETWEEN))
 
 
 def peer_times() -> str:
@@ -339,9 +340,8 @@ def files() -> str:
 
 def versions() -> str:
     found = result("h200/gemm")
-    names = ("tests", "peers", "peers_long", "peers_again", "peers_few", "peers_int8", "peers_tiles", "peers_between",
-             "gemm", "float8", "decode", "gpt2", "lowbit", "prompts", "codebook", "outliers", "files", "parallel",
-             "distill")  # fmt: skip
+    names = ("tests", "peers", "peers_older", "peers_long", "peers_between", "peers_between_int8", "gemm", "float8",
+             "decode", "gpt2", "lowbit", "prompts", "codebook", "outliers", "files", "parallel", "distill")  # fmt: skip
     ran = [f"{name} {result(f'h200/{name}')['cpp'][:8]}" for name in names]
     return (
         f"One H200, torch {found['torch']}, driver {found['driver']}, cuBLASLt {found['cublaslt']}. `cpp/` was, for "
