@@ -58,7 +58,8 @@ def summary(all_rows: list[Row], bands: Mapping[str, tuple[int, int]] = BANDS) -
              "w4a8-g128": "4-bit weights, int8, groups of 128"}  # fmt: skip
     kinds |= {label: (family, ratio) for family, label in names.items()}
     kinds["fp16 `F.linear`, beside int8"] = ("w8a8", float16_ratio)
-    kinds["fp16 `F.linear`, beside 4-bit weights"] = ("w4a16", float16_ratio)
+    for family in ("w8a16", "w4a16", "w3a16", "w2a16", "w1a16"):
+        kinds[f"fp16 `F.linear`, beside {names[family]}"] = (family, float16_ratio)
     table = []
     for label, (family, of) in kinds.items():
         rows = of_family(all_rows, family)

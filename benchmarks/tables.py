@@ -152,8 +152,9 @@ def prompts() -> str:
 def peer_rows() -> list[dict[str, Any]]:
     """Of each family, number of tokens and layer the newest row."""
     newest: dict[tuple[str, int, int, int], dict[str, Any]] = {}
-    for name in ("peers_older", "peers_long", "peers"):
-        newest |= {(row["family"], row["M"], row["N"], row["K"]): row for row in result(f"h200/{name}")["rows"]}
+    for name in ("peers", "peers_long", "peers_older"):
+        for row in result(f"h200/{name}")["rows"]:
+            newest.setdefault((row["family"], row["M"], row["N"], row["K"]), row)
     return list(newest.values())
 
 
