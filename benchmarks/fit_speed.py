@@ -38,13 +38,11 @@ LIKE = {  # kinds that no decoder was timed with, and the column of results/<gpu
     "q4": "bcq-q4", "q3": "bcq-q3", "q2": "bcq-q2", "q1": "bcq-q1", "sparse12": "sparse12",
 }  # fmt: skip
 MODEL, SIZE = "Llama-3.1-8B", 8192
-# Of 4 bits beside int8 tokens no decoder was timed, but single linears with what quantises the tokens, on one H200
-# (peers.json): these layers, chained, with one token, with those of a batch and with those of a prompt.
+# No decoder was timed with 4 bits beside int8 tokens. Single linears of these layers were, on one H200 (peers.json), and so
+# were those of int8 weights: chained, with what quantises the tokens; one token, those of a batch and those of a prompt.
 INTEGER_LAYERS = ((4096, 4096), (6144, 4096), (28672, 4096))
-INTEGER_TOKENS = (1, 16, 2048)
-INTEGER_COLUMNS = {
-    "w8a8": "octofuse quantised, chained", "w4a8-g128": "octofuse quantised, chained", "w4a16": "octofuse, chained",
-}  # fmt: skip
+INTEGER_COLUMN = "octofuse quantised, chained"
+INTEGER_PROMPT = 2048
 # Of other kinds single linears were timed beside those of a kind above, in one run on one H200: results/h200/<topic>.json,
 # its columns, and how many tokens stand for a prompt. Not by layer, but the geometric mean over all.
 BESIDE = {
@@ -132,16 +130,23 @@ def kind_of(decode: dict[str, Any], name: str, bandwidth: float) -> dict[str, An
     return kind
 
 
-def of_integers() -> tuple[float, float]:
-    """Beside int8 tokens: a further sequence of w4a8 beside one of w4a16, and its rate in prompts beside that of int8."""
+def of_integers(int8: dict[str, float]) -> dict[str, float]:
+    """w4a8 by what its linears take more or less than those of w8a8: both quantise the same tokens."""
     rows = json.loads((RESULTS / "h200/peers.json").read_text())["rows"]
-    times = {(row["family"], row["M"], row["N"], row["K"]): row["us"] for row in rows}
-    one, some, many = (
-        {name: sum(times[name, m, n, k][column] for n, k in INTEGER_LAYERS) for name, column in INTEGER_COLUMNS.items()}
-        for m in INTEGER_TOKENS
-    )
-    integers, few = "w4a8-g128", "w4a16"
-    return (some[integers] - one[integers]) / (some[few] - one[few]), many["w8a8"] / many[integers]
+    times = {(row["family"], row["M"], row["N"], row["K"]): row["us"].get(INTEGER_COLUMN) for row in rows}
+
+    def of_layers(family: str, tokens: int) -> float:
+        return float(sum(times[family, tokens, n, k] for n, k in INTEGER_LAYERS))
+
+    def of_sequence(family: str) -> float:
+        more = (of_layers(family, BATCH) - of_layers(family, 1)) / (BATCH - 1)
+        return more / (sum(n * k for n, k in INTEGER_LAYERS) / 1e9)
+
+    faster = of_layers("w8a8", INTEGER_PROMPT) / of_layers("w4a8-g128", INTEGER_PROMPT)
+    return {
+        "sequence us": int8["sequence us"] + of_sequence("w4a8-g128") - of_sequence("w8a8"),
+        "prompt rate": int8["prompt rate"] * faster,
+    }
 
 
 def of_others() -> dict[str, dict[str, float]]:
@@ -177,10 +182,6 @@ def of_gpu(gpu: str) -> dict[str, Any]:
             kinds[name] = {"bytes": of_bytes, "block us": kinds["w4"]["block us"], "models": 0}
         for rate in ("sequence us", "prompt rate"):  # of many tokens weights become floating point in all of these
             kinds[name].setdefault(rate, kinds["w4"][rate])
-    further, rate = of_integers()
-    int8_tokens = {
-        "sequence us": further * kinds["w4"]["sequence us"], "prompt rate": rate * kinds["int8"]["prompt rate"],
-    }  # fmt: skip
     caches = {}
     for row in decode["context"]:
         if row["engine"] == "octofuse w8a8-dynamic":
@@ -194,7 +195,7 @@ def of_gpu(gpu: str) -> dict[str, Any]:
     return {
         "measured on": decode["device"], "cpp": decode["cpp"], "bandwidth": bandwidth, "memory GB": MEMORY[gpu],
         "smallest GB": min(row["GB a step"] for row in decode["one"] if "GB a step" in row),
-        "kinds": kinds, "int8 tokens": int8_tokens, "others": of_others(), "caches": caches, "error": error,
+        "kinds": kinds, "int8 tokens": of_integers(kinds["int8"]), "others": of_others(), "caches": caches, "error": error,
     }  # fmt: skip
 
 
