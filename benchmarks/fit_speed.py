@@ -42,7 +42,6 @@ MODEL, SIZE = "Llama-3.1-8B", 8192
 # were those of int8 weights: chained, with what quantises the tokens; one token, those of a batch and those of a prompt.
 INTEGER_LAYERS = ((4096, 4096), (6144, 4096), (28672, 4096))
 INTEGER_COLUMN = "octofuse quantised, chained"
-INTEGER_PROMPT = 2048
 # Of other kinds single linears were timed beside those of a kind above, in one run on one H200: results/h200/<topic>.json,
 # its columns, and how many tokens stand for a prompt. Not by layer, but the geometric mean over all.
 BESIDE = {
@@ -133,7 +132,10 @@ def kind_of(decode: dict[str, Any], name: str, bandwidth: float) -> dict[str, An
 def of_integers(int8: dict[str, float]) -> dict[str, float]:
     """w4a8 by what its linears take more or less than those of w8a8: both quantise the same tokens."""
     rows = json.loads((RESULTS / "h200/peers.json").read_text())["rows"]
-    times = {(row["family"], row["M"], row["N"], row["K"]): row["us"].get(INTEGER_COLUMN) for row in rows}
+    times = {
+        (row["family"], row["M"], row["N"], row["K"]): row["us"][INTEGER_COLUMN]
+        for row in rows if INTEGER_COLUMN in row["us"]
+    }  # fmt: skip
 
     def of_layers(family: str, tokens: int) -> float:
         return float(sum(times[family, tokens, n, k] for n, k in INTEGER_LAYERS))
@@ -142,7 +144,7 @@ def of_integers(int8: dict[str, float]) -> dict[str, float]:
         more = (of_layers(family, BATCH) - of_layers(family, 1)) / (BATCH - 1)
         return more / (sum(n * k for n, k in INTEGER_LAYERS) / 1e9)
 
-    faster = of_layers("w8a8", INTEGER_PROMPT) / of_layers("w4a8-g128", INTEGER_PROMPT)
+    faster = of_layers("w8a8", PROMPT_LENGTH) / of_layers("w4a8-g128", PROMPT_LENGTH)
     return {
         "sequence us": int8["sequence us"] + of_sequence("w4a8-g128") - of_sequence("w8a8"),
         "prompt rate": int8["prompt rate"] * faster,
